@@ -290,8 +290,7 @@ def _written_factors(config: LlamaConfig) -> Tensor | None:
     """LLaMA 3's factors of the rotary frequencies [head_dim / 2]; None for another scaling."""
     if config.rope_scaling is None or config.rope_scaling.kind != "llama3":
         return None
-    dim = config.head_dim or config.dim // config.num_heads
-    return _factors(dim, config.rope_theta, config.max_length, config.rope_scaling)
+    return _factors(config.head_width, config.rope_theta, config.max_length, config.rope_scaling)
 
 
 def _factors(dim: int, theta: float, max_length: int, scaling: RopeScaling) -> Tensor:

@@ -48,7 +48,7 @@ class TransformerConfig:
             scale=scale,
             dropout=dropout[0],
         )
-        mlp = MLPConfig(dim=self.dim, hidden_dim=mlp_dim or 4 * self.dim, kind=kind, bias=True)
+        mlp = MLPConfig(dim=self.dim, hidden_dim=4 * self.dim if mlp_dim is None else mlp_dim, kind=kind, bias=True)
         return BlockConfig(attention=attention, mlp=mlp, norm="layer", norm_eps=self.norm_eps, dropout=dropout[1])
 
     def _heads_fit(self) -> bool:
@@ -89,7 +89,7 @@ class RotaryDecoderConfig(LanguageModelConfig):
     @property
     def head_width(self) -> int:
         """The width of a head."""
-        return self.head_dim or self.dim // self.num_heads
+        return self.dim // self.num_heads if self.head_dim is None else self.head_dim
 
     def attention(self) -> AttentionConfig:
         """The attention of a layer, for a family to replace what it has otherwise."""

@@ -385,7 +385,7 @@ def write_shared_keys(config: Any, rotary_fraction: float | None = None) -> dict
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads or config.num_heads,
-        "head_dim": config.head_dim or config.dim // config.num_heads,
+        "head_dim": config.head_width,
         "intermediate_size": config.mlp_dim,
         "max_position_embeddings": config.max_length,
         "rms_norm_eps": config.norm_eps,

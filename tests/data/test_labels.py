@@ -68,6 +68,7 @@ TAGS = ("O", "B-PER", "I-PER")
         # Capitals alone make no other label, unless they part two.
         (("NO", "YES"), ("yes", "no"), False, ("NO", "YES"), {"yes": 1, "no": 0}),
         (("no", "yes"), ("no", "NO"), False, ("no", "NO"), {"no": 0, "NO": 1}),
+        (("no", "NO"), ("NO", "no"), False, ("no", "NO"), {"no": 0, "NO": 1}),
         # Names without a meaning, and those of the options, stand for the classes in their order.
         (("LABEL_0", "LABEL_1"), ("ham", "spam"), False, ("LABEL_0", "LABEL_1"), {"ham": 0, "spam": 1}),
         (("0", "1"), ("ham", "spam"), False, ("0", "1"), {"ham": 0, "spam": 1}),

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import datasets
@@ -57,8 +58,12 @@ def test_a_file_whose_name_is_a_pattern_is_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "rows",
-    [["first document", "", "second"], ({"text": text} for text in ("first document", "", "second"))],
-    ids=["texts", "mappings"],
+    [
+        ["first document", "", "second"],
+        ({"text": text} for text in ("first document", "", "second")),
+        [MappingProxyType({"text": text}) for text in ("first document", "", "second")],
+    ],
+    ids=["texts", "dicts", "mappings"],
 )
 def test_rows_in_memory_are_documents_without_the_empty_ones(rows: object) -> None:
     source = open_source(rows)

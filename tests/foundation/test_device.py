@@ -24,6 +24,14 @@ def test_an_absent_device_says_which_are_here(name: str) -> None:
         device.pick(name)
 
 
+def test_a_process_uses_the_accelerator_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = list[torch.device]()
+    monkeypatch.setattr(torch.accelerator, "set_device_index", used.append)
+    for name in ("cpu", "cuda:1", "npu:2"):
+        device.use(SimpleNamespace(type=name.partition(":")[0], index=name))  # type: ignore[arg-type]
+    assert [each.index for each in used] == ["cuda:1", "npu:2"]
+
+
 def test_random_state_travels(monkeypatch: pytest.MonkeyPatch) -> None:
     here = torch.device("cpu")
     state = device.random_state(here)

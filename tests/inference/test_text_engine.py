@@ -82,6 +82,11 @@ def test_half_a_character_is_held_back() -> None:
     assert [piece for piece in found if piece] == ["n", "é", " ", "夜", "🌙", "!"]
 
 
+def test_what_follows_a_thought_is_given_at_once() -> None:
+    marks = ReplyMarks(thought=("<think>", "</think>"), is_thinking=True)
+    assert pieces(list(b"a</think>\n\nbcd"), [1] * 20, ["x"], marks)[0][-3:] == ["</think>\n\nb", "c", "d"]
+
+
 def test_what_may_become_a_stop_string_is_held_back() -> None:
     found, is_stopped = pieces(list(b"x<|y<|e<|end|>z"), [1] * 20, ["<|end|>"])
     assert is_stopped

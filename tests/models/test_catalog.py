@@ -1,5 +1,9 @@
 """The catalog turns plain options into a family's own, strictly."""
 
+import dataclasses
+import math
+from typing import Any, get_type_hints
+
 import pytest
 
 from kitforge.foundation.errors import ConfigError
@@ -48,10 +52,9 @@ def test_an_unknown_option_names_the_nearest() -> None:
         config_of({"family": "llama", "mlp_dims": 96, **TINY})
 
 
-@pytest.mark.parametrize("num_heads", [5, 0])
 @pytest.mark.parametrize("family", families_of("language model"))
-def test_heads_that_do_not_divide_the_width_are_refused(family: str, num_heads: int) -> None:
-    values = {"family": family, **TINY, "num_heads": num_heads} | (
+def test_heads_that_do_not_divide_the_width_are_refused(family: str) -> None:
+    values = {"family": family, **TINY, "num_heads": 5} | (
         {"mlp_dim": 96} if family in ("llama", "glm", "mixtral", "qwen3_moe") else {}
     )
     values |= {"experts": {"num_experts": 4, "top_k": 2}} if family in ("mixtral", "qwen3_moe") else {}
@@ -59,6 +62,25 @@ def test_heads_that_do_not_divide_the_width_are_refused(family: str, num_heads: 
     values |= {"num_kv_heads": 1} if family == "glm" else {}
     with pytest.raises(ConfigError, match="model.num_heads"):
         config_of(values)
+
+
+@pytest.mark.parametrize("preset", [name for name in preset_values() if name in FAMILIES or name.endswith("_tiny")])
+def test_a_number_that_no_network_can_have_is_refused_by_its_name(preset: str) -> None:
+    values = preset_values()[preset]
+    values |= {} if values["family"] == "vit" else {"vocab_size": 97}
+    config: Any = recommender_of(preset_values()[preset]) if preset in FAMILIES else config_of(values)
+    for name, kind in get_type_hints(type(config)).items():
+        wrong = {int: [-1], int | None: [-1], float: [-1.0, math.nan], float | None: [-1.0, math.nan]}.get(kind, [])
+        if wrong and not name.endswith(("dropout", "eps", "_id", "_position")):
+            wrong = [*wrong, 0]  # which must not mean the default
+        for value in wrong:
+            with pytest.raises(ConfigError, match=rf"model\.({name}|image_mean)\b"):
+                build_on_meta(dataclasses.replace(config, **{name: value}))
+
+
+def test_an_encoder_has_no_head_of_its_own_weights() -> None:
+    with pytest.raises(ConfigError, match="model.tie_embeddings"):
+        config_of({"family": "bert", **TINY, "tie_embeddings": False})
 
 
 def test_key_heads_that_do_not_divide_the_heads_are_refused() -> None:

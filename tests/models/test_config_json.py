@@ -209,22 +209,24 @@ def test_each_rate_of_dropout_is_read_from_its_own_key() -> None:
 
 
 # The keys without which no network of a family is described; every other one may be absent.
-_ROTARY = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
 REQUIRED: dict[str, tuple[str, tuple[str, ...]]] = {
-    "llama": ("LlamaConfig", _ROTARY),
-    "mistral": ("MistralConfig", _ROTARY),
-    "qwen2": ("Qwen2Config", _ROTARY),
-    "qwen3": ("Qwen3Config", _ROTARY),
-    "smollm3": ("SmolLM3Config", _ROTARY),
-    "gemma3_text": ("Gemma3TextConfig", _ROTARY),
-    "glm": ("GlmConfig", (*_ROTARY, "num_key_value_heads")),
-    "glm4": ("Glm4Config", (*_ROTARY, "num_key_value_heads")),
-    "mixtral": ("MixtralConfig", _ROTARY),
-    "qwen3_moe": ("Qwen3MoeConfig", _ROTARY),
+    "llama": ("LlamaConfig", _SIZES),
+    "mistral": ("MistralConfig", _SIZES),
+    "qwen2": ("Qwen2Config", _SIZES),
+    "qwen3": ("Qwen3Config", _SIZES),
+    "smollm3": ("SmolLM3Config", _SIZES),
+    "gemma3_text": ("Gemma3TextConfig", _SIZES),
+    "glm": ("GlmConfig", (*_SIZES, "num_key_value_heads")),
+    "glm4": ("Glm4Config", (*_SIZES, "num_key_value_heads")),
+    "mixtral": ("MixtralConfig", _SIZES),
+    "qwen3_moe": ("Qwen3MoeConfig", _SIZES),
     "gpt2": ("GPT2Config", ("vocab_size", "n_embd", "n_head", "n_layer")),
     "bloom": ("BloomConfig", ("vocab_size", "hidden_size", "n_head", "n_layer")),
     "t5": ("T5Config", ("vocab_size", "d_model", "d_ff", "num_heads", "num_layers")),
     "mt5": ("MT5Config", ("vocab_size", "d_model", "d_ff", "num_heads", "num_layers")),
+    "bert": ("BertConfig", _SIZES),
+    "roberta": ("RobertaConfig", _SIZES),
     "vit": ("ViTConfig", ("hidden_size", "num_attention_heads", "num_hidden_layers")),
 }
 # Ours says the same by other options: None is as many heads or layers as of the other kind, or as wide as is left.

@@ -117,7 +117,8 @@ def test_an_entry_that_would_change_the_network_is_refused_by_name(tmp_path: Pat
         loading.open_model(path)
 
 
-def test_entries_that_change_nothing_are_read_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_parts", [0, 1])
+def test_entries_that_change_nothing_are_read_over(num_parts: int, tmp_path: Path) -> None:
     entries = {
         "llama.attention.causal": True,
         "llama.attention.scale": 0.25,
@@ -131,7 +132,7 @@ def test_entries_that_change_nothing_are_read_over(tmp_path: Path) -> None:
         "general.license": "mit",
         "quantize.imatrix.chunks_count": 7,
         "someone.note": "hello",
-        "split.count": 1,
+        "split.count": num_parts,  # 0: joined again
     }
     assert torch.equal(logits(written(tmp_path / "a.gguf", entries)), logits(written(tmp_path / "b.gguf", {})))
 

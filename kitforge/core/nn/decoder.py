@@ -46,7 +46,6 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         check_counts("model", {"vocab_size": self.vocab_size, "max_length": self.max_length})
-        check_counts("model", {"num_layers": len(self.blocks)})
         check(0 <= self.embedding_dropout < 1, "model.embedding_dropout", self.embedding_dropout, DROPOUT)
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from kitforge.core.kernels.autograd.mixed_precision import product_operands
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
-from kitforge.core.nn.block import BlockConfig
+from kitforge.core.nn.block import DROPOUT, BlockConfig
 from kitforge.core.nn.context import Context, DocumentAttend, dropout
 from kitforge.core.nn.stack import Stack
 from kitforge.foundation.config import check, check_counts
@@ -35,6 +35,7 @@ class VisionConfig:
         check_counts("model", {"num_channels": self.num_channels, "num_layers": len(self.blocks)})
         fits = self.image_size % self.patch_size == 0
         check(fits, "model.patch_size", self.patch_size, f"a divisor of model.image_size={self.image_size}")
+        check(0 <= self.dropout < 1, "model.embedding_dropout", self.dropout, DROPOUT)
         check(self.num_labels > 0, "labels", self.num_labels, "at least one")
 
 

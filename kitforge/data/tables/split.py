@@ -126,7 +126,7 @@ def _by_time(table: ColumnTable, fraction: float, time: str | None) -> tuple[Row
             expected="a number or an ISO 8601 date in every row",
             fix="leave these rows out, or data.split=random",
         )
-    boundary = min(max(len(times) - round(len(times) * fraction), 0), len(times) - 1)
+    boundary = min(len(times) - round(len(times) * fraction), len(times) - 1)
     cut = int(np.lexsort((times.fraction, times.whole))[boundary])
     whole, rest = times.whole[cut], times.fraction[cut]
     is_held_out = (times.whole > whole) | ((times.whole == whole) & (times.fraction >= rest))

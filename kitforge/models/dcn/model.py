@@ -13,7 +13,7 @@ from kitforge.core.nn.dropout import SampleDropout
 from kitforge.core.nn.embedding_spec import EmbeddingLookup, SampleShape, concat_features, deep_lookups, width
 from kitforge.core.nn.linear import Linear
 from kitforge.core.nn.mlp_tower import MLPTower, TowerConfig
-from kitforge.foundation.config import check
+from kitforge.foundation.config import check_counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +29,7 @@ class DCNV2Config(TowerConfig):
 
     def __post_init__(self) -> None:
         TowerConfig.__post_init__(self)
-        check(self.num_cross_layers > 0, "model.num_cross_layers", self.num_cross_layers, "a positive whole number")
-        check(self.rank is None or self.rank > 0, "model.rank", self.rank, "a positive whole number")
+        check_counts("model", {"num_cross_layers": self.num_cross_layers, "rank": self.rank})
 
     def lookups(self, shape: SampleShape) -> tuple[EmbeddingLookup, ...]:
         """Embeddings of all categorical features and crosses, and the mean embedding of each sequence."""

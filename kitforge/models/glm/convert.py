@@ -124,8 +124,7 @@ def _chatglm_block(config: GLMConfig, ours: str, theirs: str) -> list[TensorMapp
     own = {"attention.out.weight": "self_attention.dense.weight", "mlp.down.weight": "mlp.dense_4h_to_h.weight"}
     names = LLAMA_NORMS | own
     mappings = [TensorMapping(ours=ours + name, theirs=theirs + source) for name, source in names.items()]
-    head_dim = config.head_dim or config.dim // config.num_heads
-    queries, keys = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    queries, keys = config.num_heads * config.head_width, config.num_kv_heads * config.head_width
     parts = {"query": (0, queries), "key": (queries, keys), "value": (queries + keys, keys)}
     for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
         source = f"{theirs}self_attention.query_key_value.{kind}"

@@ -202,11 +202,10 @@ def write_config(config: LlamaConfig) -> dict[str, Any]:
 
 
 def _write_gemma3(config: LlamaConfig, rope: dict[str, Any]) -> dict[str, Any]:
-    head_dim = config.head_dim or config.dim // config.num_heads
     types = _layer_types(config)
     return {
         "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": config.query_pre_attn_scalar or head_dim,
+        "query_pre_attn_scalar": config.query_pre_attn_scalar or config.head_width,
         "sliding_window": types["sliding_window"],
         "layer_types": types["layer_types"],
         "rope_parameters": {

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 from kitforge.core.nn.block import BlockConfig
 from kitforge.core.nn.decoder import DecoderConfig
 from kitforge.core.nn.mlp import MLPConfig
-from kitforge.foundation.config import check_counts
+from kitforge.foundation.config import check, check_counts
 from kitforge.models.transformer_config import RotaryDecoderConfig
 
 
@@ -37,6 +37,8 @@ class LlamaConfig(RotaryDecoderConfig):
     def __post_init__(self) -> None:
         RotaryDecoderConfig.__post_init__(self)
         check_counts("model", {"query_pre_attn_scalar": self.query_pre_attn_scalar})
+        theta = self.local_rope_theta
+        check(theta is None or theta > 1, "model.local_rope_theta", theta, "above 1, or null")
 
     def decoder(self) -> DecoderConfig:
         """The decoder of these options, layer by layer."""

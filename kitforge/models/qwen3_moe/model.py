@@ -7,7 +7,7 @@ from kitforge.core.nn.block import BlockConfig
 from kitforge.core.nn.decoder import DecoderConfig
 from kitforge.core.nn.mlp import MLPConfig
 from kitforge.core.nn.moe import ExpertsConfig, MoEConfig
-from kitforge.foundation.config import check
+from kitforge.foundation.config import check, check_counts
 from kitforge.models.transformer_config import RotaryDecoderConfig
 
 
@@ -26,6 +26,7 @@ class Qwen3MoEConfig(RotaryDecoderConfig):
 
     def __post_init__(self) -> None:
         RotaryDecoderConfig.__post_init__(self)
+        check_counts("model", {"expert_dim": self.expert_dim})
         has_experts = not set(range(self.num_layers)) <= set(self.dense_layers)
         check(has_experts, "model.dense_layers", self.dense_layers, "at least one layer with experts")
 

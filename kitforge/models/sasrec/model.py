@@ -15,7 +15,7 @@ from kitforge.core.nn.context import Context, DropoutKey, dropout
 from kitforge.core.nn.embedding_spec import EmbeddingLookup, RecommenderConfig, SampleShape, need
 from kitforge.core.nn.mlp import MLPConfig
 from kitforge.core.nn.stack import Stack
-from kitforge.foundation.config import check
+from kitforge.foundation.config import check, check_counts
 from kitforge.foundation.device import copy_to
 
 # The smallest width that histories are padded to; each further bucket is twice as wide.
@@ -38,8 +38,8 @@ class SASRecConfig(RecommenderConfig):
     dropout: float = 0.2
 
     def __post_init__(self) -> None:
-        for name in ("dim", "num_layers", "num_heads", "max_length"):
-            check(getattr(self, name) > 0, f"model.{name}", getattr(self, name), "a positive whole number")
+        for name in ("dim", "num_layers", "num_heads", "mlp_dim", "max_length"):
+            check_counts("model", {name: getattr(self, name)})
         divides = self.dim % self.num_heads == 0
         check(divides, "model.num_heads", self.num_heads, f"a divisor of model.dim={self.dim}")
         check(0 <= self.dropout < 1, "model.dropout", self.dropout, "at least 0, below 1")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from kitforge.core.nn.attention import AttentionConfig
-from kitforge.core.nn.block import BlockConfig
+from kitforge.core.nn.block import DROPOUT, BlockConfig
 from kitforge.core.nn.decoder import MAX_LAYERS
 from kitforge.core.nn.encoder_decoder import EncoderDecoderConfig
 from kitforge.core.nn.mlp import MLPConfig
@@ -39,6 +39,7 @@ class T5Config(LanguageModelConfig):
         start = self.decoder_start_id
         expected = f"a token below vocab_size={self.vocab_size}, or null"
         check(start is None or 0 <= start < self.vocab_size, "model.decoder_start_id", start, expected)
+        check(0 <= self.dropout < 1, "model.dropout", self.dropout, DROPOUT)
         check_counts("model", {"num_decoder_layers": self.num_decoder_layers}, MAX_LAYERS)
 
     def _heads_fit(self) -> bool:

@@ -331,7 +331,8 @@ def test_marks_of_the_template_in_a_text_are_warned_of_once(
     assert caplog.text.count("seems to be applied already") == 1 and mark in caplog.text
     assert "row 1" in caplog.text and "messages" in caplog.text
     caplog.clear()
-    assert list(chats.demonstrations([{"prompt": CHAT, "completion": REPLY}, {"text": "<|user|> a <b>"}]))
+    unwritten = "<|user|> a <b> <|end|>"
+    assert list(chats.demonstrations([{"prompt": CHAT, "completion": REPLY}, {"text": unwritten}]))
     assert "seems to be" not in caplog.text
 
 

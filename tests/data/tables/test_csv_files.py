@@ -173,6 +173,10 @@ def test_a_quote_that_is_never_closed_is_named(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(csv_files, "RECORD_BYTES", 100)
     with pytest.raises(DataError, match=r"(?s)a\.csv:3 begins a record that does not end.*never closed"):
         columns_of(path, LAYOUT)
+    # A last line of the longest size is one, and a longer one is not.
+    assert len(columns_of(write(tmp_path / "b.csv", "click,price,site\n1,2," + "a" * 96), LAYOUT)) == 1
+    with pytest.raises(DataError, match="does not end"):
+        columns_of(write(tmp_path / "b.csv", "click,price,site\n1,2," + "a" * 97), LAYOUT)
 
 
 def test_a_gzip_that_was_cut_off_is_refused(tmp_path: Path) -> None:

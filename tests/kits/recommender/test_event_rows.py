@@ -105,7 +105,7 @@ def test_a_split_by_time_holds_out_the_newest_rows() -> None:
 
 
 def test_rows_of_one_time_are_on_one_side_of_a_split_by_time() -> None:
-    days = ["2024-01-01"] * 3 + ["2024-01-03"] * 3 + ["2024-01-02"] * 4
+    days = ["2024-01-02T00:00:00.25"] * 3 + ["2024-01-03"] * 3 + ["2024-01-02T00:00:00.75"] * 4
     rows = [{"click": n % 2, "site": f"s{n}", "day": day} for n, day in enumerate(days)]
     schema = {"label": {"name": "click"}, "categorical": {"site": {}}}
     options = KIT.read_options({"data": {**SPLIT, "schema": schema, "time_column": "day", "eval_fraction": 0.5}}).data

@@ -49,8 +49,9 @@ class Killed(BaseException):
 def test_a_killed_file_goes_on_to_what_it_would_have_been(
     texts: TextEngine, prompts: Path, tmp_path: Path, lost: int
 ) -> None:
-    whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
-    run_batch_inference(texts, read_prompts(prompts), whole, OPTIONS, {"model": "run"})
+    whole, broken, told = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl", list[int]()
+    run_batch_inference(texts, read_prompts(prompts), whole, OPTIONS, {"model": "run"}, told.append)
+    assert told == list(range(21))
     assert [json.loads(line)["id"] for line in whole.read_text().splitlines()] == list(range(20))
 
     def kill(done: int) -> None:

@@ -19,6 +19,7 @@ from kitforge.composition import compose_config
 from kitforge.core.nn.context import Context
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.data.schedule import token_budget_batches
+from kitforge.data.text.text_pairs import pair_texts
 from kitforge.data.tokenizers.loading import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from kitforge.inference.pooling import TextPooling, find_pooling, pool_rows
@@ -66,6 +67,13 @@ def test_a_vector_is_pooled_from_the_tokens_of_its_text_alone(mode: Any) -> None
     for row, own in enumerate(lengths.tolist()):
         kept = outputs[row, :own]
         assert torch.allclose(found[row], {"last": kept[-1], "mean": kept.mean(0), "cls": kept[0]}[mode])
+
+
+@pytest.mark.parametrize(("column", "name"), [(None, "negative"), ("worse", "worse"), ("negative", "negative")])
+def test_negatives_are_of_the_column_that_is_named_or_has_their_name(column: str | None, name: str) -> None:
+    for found in ("c", ["c"]):
+        row = {"anchor": "a", "positive": "b", name: found}
+        assert pair_texts(row, ("anchor", "positive", column), "row 1") == ["a", "b", "c"]
 
 
 def test_the_loss_is_the_cross_entropy_of_cosines_without_false_negatives() -> None:

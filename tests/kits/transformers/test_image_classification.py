@@ -168,14 +168,14 @@ def test_where_images_are_found(tmp_path: Path) -> None:
         find_images([{"picture": 1}])
 
 
-def test_images_that_do_not_decode_are_named_or_skipped(tmp_path: Path) -> None:
+def test_images_that_do_not_decode_are_named_or_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     data = write(tmp_path / "pictures", 9)
     broken = data / "train" / "red" / "002.png"
     broken.write_bytes(broken.read_bytes()[:60])
     with pytest.raises(DataError, match=r"train/red/002.png cannot be read as an image"):
         begin(None, train_dataset=str(data))
     skipped = begin(None, {"data.on_invalid": "skip"}, train_dataset=str(data)).loop.task._rows
-    assert (len(skipped.train), len(skipped.eval)) == (8, 9)
+    assert (len(skipped.train), len(skipped.eval)) == (8, 9) and "8 images: 1 more cannot be decoded" in caplog.text
 
 
 def test_an_adapter_beside_the_classifier_of_new_labels_has_initial_factors() -> None:

@@ -39,6 +39,9 @@ PREPARED: dict[str, dict[str, Any]] = {
     "not_resized_but_cropped": {"do_resize": False, "do_center_crop": True, "crop_size": SIZE},
     "old_names": {"feature_extractor_type": "ViTFeatureExtractor", "size": SIZE, "image_processor_type": None},
     "not_converted": {"do_convert_rgb": True},
+    "by_default": dict.fromkeys(("resample", "do_resize", "do_rescale", "rescale_factor", "do_normalize")),
+    "deit_by_default": {"image_processor_type": "DeiTImageProcessor", "crop_size": SIZE}
+    | dict.fromkeys(("size", "resample", "do_center_crop")),
 }
 REFUSED: list[dict[str, Any]] = [
     {"do_pad": True},

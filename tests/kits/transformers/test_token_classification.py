@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import datasets
@@ -135,6 +136,14 @@ def test_transformers_gives_the_same_logits_and_its_folder_is_read_back(family: 
     assert kit_of_folder(tmp_path / "folder") is KIT
     same = begin(None, {"model": {}, "checkpoint": str(tmp_path / "folder")}).loop.model
     assert torch.equal(same.score.bias, ours.score.bias)
+
+
+def test_a_space_that_begins_a_word_by_itself_is_its_first_token_in_a_row_too() -> None:
+    tokenizer: Any = SimpleNamespace(
+        encode=lambda word: list(map(ord, f" {word}")),  # as in LLaMA 2's vocabulary
+        encode_offsets=lambda text: (list(map(ord, text)), [(at, at + 1) for at in range(len(text))]),
+    )
+    assert words_of(tokenizer, ["ab", "c"]) == (list(map(ord, "ab c")), [0, 0, 1, 1])
 
 
 def bpe_folder(folder: Path) -> Any:
