@@ -1,8 +1,15 @@
 """Presets, overrides and users' own YAML become one plain dict, and nothing in them is ever run."""
 
+import dataclasses
+import hashlib
 import json
+import math
+import operator
 import random
 import re
+import types
+import typing
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,14 +25,18 @@ from kitforge.api import Trainer
 from kitforge.composition import compose, compose_config, dotted, nested, parse, task_of
 from kitforge.foundation.config import from_dict, option_help, option_names, to_dict, to_yaml
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
+from kitforge.kits.planning import ClusterConfig
 from kitforge.kits.recommender.data import label_choice
+from kitforge.kits.recommender.schema import FeatureSchema
 from kitforge.kits.registry import kit_of, recorded_task, task_names
+from kitforge.kits.rlhf.algorithms.losses import ClipOptions
 from kitforge.kits.transformers.config import TextGenerationOptions
 from kitforge.peer_names import PEER_NAMES
 from kitforge.preset_files import CONFIGS, groups, presets
 from kitforge.trainer.dropped_options import DROPPED, without_dropped
 from kitforge.trainer.resume import check_changes
 from kitforge.yaml_options import read_yaml
+from tests.preset_values import preset_values
 
 
 def values(**choices: Any) -> dict[str, Any]:
@@ -210,6 +221,105 @@ NUM_OPTIONS = {"ppo": 149, "sft": 82, "recommendation": 134, "text_generation": 
 
 def test_the_options_of_a_task_do_not_grow_unseen() -> None:
     assert {task: len(option_names(kit_of(task).OPTIONS)) for task in NUM_OPTIONS} == NUM_OPTIONS
+
+
+# A default or a preset that changes makes other runs of the same command: it takes a line in CHANGELOG.md.
+DEFAULTS = {
+    "recommendation": "c23ec854", "text_generation": "e535ddfe", "text_classification": "40c6169b",
+    "token_classification": "3fb6e662", "embedding": "645e8dca", "question_answering": "a13e0e5e",
+    "masked_lm": "7504c420", "image_classification": "03107288", "translation": "9bb51a98",
+    "summarization": "b5347445", "sft": "dfd0a419", "reward": "bcb63e60", "dpo": "b0da800c", "ipo": "4fd7f8f9",
+    "kto": "2541c302", "orpo": "087b4f9c", "simpo": "b0440a41", "ppo": "e25e8847", "grpo": "4e1661a0",
+    "dr_grpo": "0afe1296", "dapo": "a924790b", "rloo": "07a6ae1a", "reinforce_pp": "c2525d50",
+    "distill": "d8d97865", "online_dpo": "9b0a8c5a",
+}  # fmt: skip
+PRESETS = {
+    "data": "651f497b", "model": "2f1a65d7", "optimizer": "cdf7387c", "recipe": "0bfeb1e1", "schedule": "9b612430",
+    "tokenizer": "28136544",
+}  # fmt: skip
+
+
+def digest(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+
+
+@pytest.mark.slow
+def test_no_default_and_no_preset_changes_unseen() -> None:
+    options = {task: from_dict(kit_of(task).OPTIONS, compose_config(task, {}).values) for task in task_names()}
+    assert {task: digest(to_dict(each)) for task, each in options.items()} == DEFAULTS
+    assert {group: digest(preset_values(group)) for group in groups()} == PRESETS
+
+
+# What a message says of a number, up to its first alternative.
+NUMBER = r"(-?[\d.,]*\d)"
+BOUNDS = {
+    rf"(?:at least|from|between) {NUMBER}": operator.ge,
+    rf"^{NUMBER} (?:or more|to )": operator.ge,
+    rf"(?:above|more than) {NUMBER}": operator.gt,
+    rf"(?:at most|to|and) {NUMBER}": operator.le,
+    rf"below {NUMBER}": operator.lt,
+    rf"not {NUMBER}": operator.ne,
+    "positive()": operator.gt,
+}
+
+
+def bounds(message: str) -> list[tuple[Any, float]]:
+    said = message.partition("expected: ")[2].split("\n")[0].split(", or ")[0].split(":")[0]
+    return [(of, float(each.replace(",", "") or 0)) for how, of in BOUNDS.items() for each in re.findall(how, said)]
+
+
+def refusal(options: Any, name: str, value: float) -> str:
+    try:
+        dataclasses.replace(options, **{name: value})
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def groups_in(hint: Any) -> set[Any]:
+    """The dataclasses in a type, and those in them."""
+    own = {hint} if dataclasses.is_dataclass(hint) else set()
+    return own.union(*map(groups_in, typing.get_type_hints(hint).values() if own else typing.get_args(hint)))
+
+
+def numbers_of_options() -> Iterator[tuple[Any, str, Any]]:
+    """The groups of options that need no value, with the names and types of their numbers."""
+    roots = [ClipOptions, ClusterConfig, FeatureSchema, *(kit_of(task).OPTIONS for task in task_names())]
+    for group in set().union(*map(groups_in, roots)) - {FeatureSchema}:
+        fields, hints = [each for each in dataclasses.fields(group) if each.init], typing.get_type_hints(group)
+        if any({each.default, each.default_factory} == {dataclasses.MISSING} for each in fields):
+            continue
+        for name in [each.name for each in fields]:
+            is_union = isinstance(hints[name], types.UnionType)
+            kinds = {*typing.get_args(hints[name])} if is_union else {hints[name]}
+            if kinds & {int, float}:
+                yield group(), name, float if float in kinds else int
+
+
+# Options of either sign, and those whose bounds other options or the data give.
+FREE = {"alpha", "entropy_coef", "frequency_penalty", "length_penalty", "missing_eos_penalty", "pass_threshold", "seed"}
+FREE |= {"positive", "presence_penalty", "simpo_gamma", "device_rows", "dim", "host_rows", "kv_cache_bytes", "port"}
+FREE |= {"max_num_seqs", "max_tokens_per_microbatch", "num_top_logprobs", "num_workers", "top_k", "stages_per_rank"}
+FREE |= {"price_per_hour"}
+# The first number of options that begin neither above nor at 0 or 1.
+FIRST = {("sequence_length", 4), ("num_buckets", 2), ("memory_bytes", 2**27)}
+
+
+def test_every_option_takes_the_numbers_that_its_message_says() -> None:
+    free, late = set(), set()
+    for options, name, kind in numbers_of_options():
+        probes = {value: refusal(options, name, value) for value in (-1, 0, 1, 2**40, *[math.nan][: kind is float])}
+        said = {each for message in probes.values() for each in bounds(message)}
+        step = 1 if kind is int else 2.0**-20
+        edges = {kind(bound) + move for _, bound in said for move in (-step, 0, step)}
+        for value, message in (probes | {edge: refusal(options, name, edge) for edge in edges}).items():
+            own = bounds(message) if message else said
+            is_within = all(of(value, bound) for of, bound in own)
+            sound = not own or (is_within == (not message) and (not message or name in message.split("\n")[0]))
+            assert sound, f"{type(options).__name__}.{name} = {value}: {message or said}"
+        free |= {name} if not said else set()
+        late |= {(name, bound) for of, bound in said if of in (operator.ge, operator.gt) and bound not in (0, 1)}
+    assert (free, late) == (FREE, FIRST)
 
 
 def recorded_before(task: str) -> dict[str, Any]:

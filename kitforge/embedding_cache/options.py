@@ -49,7 +49,7 @@ class AdmissionOptions:
     def __post_init__(self) -> None:
         check_choice("cache.admission.name", self.name, AdmissionName)
         check(1 <= self.count <= MAX_COUNT, "cache.admission.count", self.count, f"from 1 to {MAX_COUNT:,}")
-        check(self.age is None or self.age >= 1, "cache.admission.age", self.age, "a number of steps, or none")
+        check(self.age is None or self.age >= 1, "cache.admission.age", self.age, "at least 1 step, or none")
         check(0 < self.probability <= 1, "cache.admission.probability", self.probability, "above 0, at most 1")
 
 

@@ -42,7 +42,7 @@ class EngineOptions(CacheSizeOptions):
         counts = ("block_size", "max_num_seqs", "max_num_batched_tokens", "num_scheduler_steps")
         check_least("inference.engine", self, 1, *counts)
         size, drafts = self.kv_cache_bytes, self.prompt_lookup_tokens
-        check(size is None or size > 0, "inference.engine.kv_cache_bytes", size, "a number of bytes")
+        check(size is None or size > 0, "inference.engine.kv_cache_bytes", size, "at least 1 byte")
         check(drafts >= 0, "inference.engine.prompt_lookup_tokens", drafts, "at least 0")
         tokens, expected = self.max_num_batched_tokens, f"at least max_num_seqs={self.max_num_seqs}"
         fits = tokens is None or tokens >= (self.max_num_seqs or 1)

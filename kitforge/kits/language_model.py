@@ -58,7 +58,7 @@ class LoraOptions:
     path: str | None = None  # PEFT adapter folder to start from, of the same rank, alpha and modules
 
     def __post_init__(self) -> None:
-        check(self.rank >= 0, "lora.rank", self.rank, "a whole number of at least 1, or 0 for none")
+        check(self.rank >= 0, "lora.rank", self.rank, "a whole number of at least 0; 0 is none")
         check(self.is_on or self.path is None, "lora.path", self.path, "null without lora.rank")
         check(self.is_on or self.kind == "lora", "lora.kind", self.kind, "lora without a rank", "add lora.rank=8")
 

@@ -1,6 +1,7 @@
 """Two slices of a micro-batch that take turns: the gradients, losses and loads of two micro-batches, bit for bit."""
 
 import random
+import re
 import threading
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kitforge.composition import compose_config
+from kitforge.composition import compose_config, parse
 from kitforge.core.kernels.autograd.recomputation import Recompute
 from kitforge.core.kernels.linear_cross_entropy import vocabulary
 from kitforge.core.nn.context import Context, DropoutKey, EncoderInput
@@ -246,5 +247,8 @@ def test_options_beside_which_slices_cannot_take_turns_are_refused(name: str, va
 
     check({name: value})
     check({"parallel.copies": 2})
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=words) as refused:
+        check({name: value, "parallel.copies": 2})
+    if advice := re.search(r"do: +([\w.]+=\w+)", str(refused.value)):
+        name, (value,) = parse(advice[1])
         check({name: value, "parallel.copies": 2})

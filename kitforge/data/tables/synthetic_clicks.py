@@ -42,7 +42,7 @@ class SyntheticClicksConfig:
         check(pairs, "click_log.crosses", self.crosses, "pairs of places in fields")
         check(self.history == 0 or len(self.fields) >= 2, "click_log.history", self.history, "0, or a second field")
         check(0 <= self.missing < 1, "click_log.missing", self.missing, "at least 0, below 1")
-        check(0 < self.click_rate < 1, "click_log.click_rate", self.click_rate, "between 0 and 1")
+        check(0 < self.click_rate < 1, "click_log.click_rate", self.click_rate, "above 0, below 1")
 
 
 class SyntheticClicks:

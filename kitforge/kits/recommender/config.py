@@ -117,7 +117,7 @@ class RecommendationDataOptions:
     cache: str | None = None  # folder of column caches; None: $KITFORGE_CACHE or ~/.cache/kitforge
 
     def __post_init__(self) -> None:
-        check_least("data", self, 1, "batch_size", "prefetch", "num_fit_rows")
+        check_least("data", self, 1, "batch_size", "prefetch", "num_fit_rows", "num_workers")
         is_given = self.schema is not None and (self.label, self.positive) != (None, None)
         name = "data.label" if self.label is not None else "data.positive"
         check(not is_given, name, self.label or self.positive, "null beside data.schema, whose label says both")

@@ -221,26 +221,22 @@ class PolicyGradientOptions:
     def __post_init__(self) -> None:
         counts = ("prompts_per_rollout", "num_generations", "epochs", "num_minibatches", "max_num_gen_batches")
         check_least("rl", self, 1, *counts)
+        check_least("rl", self, 0, "critic_warmup", "overlong_buffer")
         for name in ("gamma", "gae_lambda"):
             check(0 <= getattr(self, name) <= 1, f"rl.{name}", getattr(self, name), "between 0 and 1")
-        check(self.echo_coef >= 0, "rl.echo_coef", self.echo_coef, "a number of at least 0")
+        for name in ("vf_coef", "echo_coef"):
+            check(getattr(self, name) >= 0, f"rl.{name}", getattr(self, name), "a number of at least 0")
+        clip = self.value_clip_range
+        check(clip is None or clip > 0, "rl.value_clip_range", clip, "above 0, or null")
         completions = self.prompts_per_rollout * self.num_generations
-        check(
-            completions % self.num_minibatches == 0,
-            "rl.num_minibatches",
-            self.num_minibatches,
-            f"a divisor of {completions} completions",
-        )
+        is_whole, expected = completions % self.num_minibatches == 0, f"a divisor of {completions} completions"
+        check(is_whole, "rl.num_minibatches", self.num_minibatches, expected)
         compares = self.advantage in ("grpo", "dr_grpo", "rloo")
         enough = self.num_generations > 1 or not compares
         expected, fix = f"at least 2 with rl.advantage={self.advantage}", "or add rl.advantage=reinforce"
         check(enough, "rl.num_generations", self.num_generations, expected, fix)
-        check(
-            compares or not self.filter_zero_variance_groups,
-            "rl.filter_zero_variance_groups",
-            True,
-            "false without groups",
-        )
+        has_groups = compares or not self.filter_zero_variance_groups
+        check(has_groups, "rl.filter_zero_variance_groups", True, "false without groups")
         replaces, most = self.max_num_gen_batches > 1, self.max_num_gen_batches
         expected = "1, or rl.filter_zero_variance_groups=true, whose filtered groups it replaces"
         check(self.filter_zero_variance_groups or not replaces, "rl.max_num_gen_batches", most, expected)

@@ -58,7 +58,7 @@ class PairDataOptions(TextRowOptions):
     def __post_init__(self) -> None:
         TextRowOptions.__post_init__(self)
         check_least("data", self, 1, "target_length")
-        check(self.eval_texts >= 0, "data.eval_texts", self.eval_texts, "a whole number, or 0 for none")
+        check(self.eval_texts >= 0, "data.eval_texts", self.eval_texts, "a whole number of at least 0; 0 is none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

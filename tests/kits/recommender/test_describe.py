@@ -1,5 +1,6 @@
 """What `inspect` finds in a table, the schema it proposes, and what it shows."""
 
+import dataclasses
 import io
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,7 @@ def test_the_page_shows_all_of_it(found: TableDescription) -> None:
     for part in ("100 rows, 8 columns", "25.00% positive", "bad rows: 1", "row_id, a different value in every row",
                  "c0 (34)", "10.0%", "schema:", "  categorical:"):  # fmt: skip
         assert part in text, part
+    assert "As events, a sequence of items a user" in shown(dataclasses.replace(found, sequences=found.schema))
 
 
 def test_cells_are_no_markup(tmp_path: Path) -> None:
@@ -184,6 +186,12 @@ def test_a_cell_that_is_no_number_does_not_make_a_number_a_text(tmp_path: Path, 
     assert f"price is a number but for {odd} (4)" in text and f"data.missing_values='[\"{odd}\"]'" in text
     told = describe_table(tmp_path / "a.csv", TableSourceConfig(missing_values=(odd,)))
     assert told.missing_values == () and {view.name: view.num_missing for view in told.columns}["price"] == 4
+
+
+def test_of_equally_frequent_values_those_that_come_first_are_shown() -> None:
+    codes = [f"c{number}" for number in (*range(500), *range(1, 500, 3))]
+    (_, code) = describe_table({"click": [each % 2 for each in range(len(codes))], "code": codes}).columns
+    assert code.common == (("c1", 2), ("c4", 2), ("c7", 2))
 
 
 def test_a_column_with_more_texts_than_that_is_one_of_texts() -> None:

@@ -35,6 +35,7 @@ from kitforge.kits.recommender.schema import (
     SequenceFeature,
     read_schema,
     schema_yaml,
+    with_own_items,
 )
 from kitforge.trainer.callbacks.callback import Event
 from tests.text_keys import hash_text
@@ -382,12 +383,18 @@ BROKEN: list[tuple[Callable[[], object], str]] = [
     (lambda: dataclasses.replace(CROSSES, crosses={"c": CrossFeature(of=("site", "usr"))}), "did you mean 'user'"),
     (lambda: CrossFeature(of=("a",)), "two or more"),
     (lambda: BucketFeature(edges=(2.0, 1.0)), "rising"),
-    (lambda: CategoricalFeature(num_buckets=1), "at least 2"),
-    (lambda: SequenceFeature(max_length=0), "at least 1"),
     (lambda: read_schema({"numeric": {"x": {"lg": True}}}), r"(?s)data\.schema\.numeric\.x\.lg.*did you mean 'log'"),
     (lambda: read_schema(3), r"data\.schema"),
     (lambda: read_schema("/nowhere.yaml"), r"(?s)cannot read the schema.*kitforge inspect"),
 ]
+
+
+def test_items_have_a_vocabulary_and_other_features_stay_as_they_were() -> None:
+    categories = {name: CategoricalFeature() for name in "ab"}
+    sequences = {name: SequenceFeature() for name in "cd"}
+    own = with_own_items(FeatureSchema(categorical=categories, sequences=sequences), ("a", "d"))
+    encodings = [each.encoding for each in (*own.categorical.values(), *own.sequences.values())]
+    assert encodings == ["vocabulary", "hash", "hash", "vocabulary"]
 
 
 @pytest.mark.parametrize(("make", "message"), BROKEN)

@@ -20,6 +20,7 @@ from kitforge.foundation.errors import DataError, ModelError
 from kitforge.inference.server.errors import ApiError
 from kitforge.kits.recommender.build import TASKS
 from kitforge.kits.recommender.data import load_dataset
+from kitforge.kits.recommender.features import common_precision
 from kitforge.kits.recommender.metrics import ClickMetrics, RankingMetrics, all_reduce_ranking_metrics, rank_users
 from kitforge.kits.recommender.server.requests import RowReader
 from tests.data.tables.reading_rows import columns_of
@@ -33,6 +34,12 @@ def log_loss(logits: list[float], labels: list[float]) -> float:
     metrics = ClickMetrics()
     metrics.add(np.array(logits), np.array(labels))
     return metrics.result()["log_loss"]
+
+
+@pytest.mark.parametrize("value", [0.7, 1e17, -1e17, 20261127.0, 2.0**53 - 1, 2.0**53 + 2])
+def test_a_number_is_one_in_either_precision_and_exact_where_it_is_whole_and_float64_is(value: float) -> None:
+    single, is_exact = float(np.float32(value)), value == int(value) and abs(value) < 2**53
+    assert common_precision(np.array([value, single])).tolist() == [value if is_exact else single, single]
 
 
 def test_the_log_loss_of_large_logits_is_their_size() -> None:

@@ -48,6 +48,8 @@ def cell(value: Any) -> str:
 
 def test_scores_are_those_that_the_run_was_evaluated_by(runs: dict[str, Path]) -> None:
     model = load_model(runs["wide_deep"], "cpu")
+    with pytest.raises(ConfigError, match="fp32 for the network of a recommender"):
+        load_model(runs["wide_deep"], "cpu", "bf16")
     encoder = load_processor(runs["wide_deep"])
     options = KIT.read_options({"checkpoint": str(runs["wide_deep"]), "device": "cpu"})
     score = kit_of("recommendation").open_pipeline(model, encoder, options)

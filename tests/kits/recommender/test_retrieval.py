@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.kits.recommender import metrics as recommender_metrics
 from kitforge.kits.recommender.build import TASKS
 from kitforge.kits.recommender.data import load_dataset
+from kitforge.kits.recommender.item_catalog import ItemCatalog
 from kitforge.kits.recommender.metrics import RankingMetrics, rank_users, ranks_without, target_ranks
 from kitforge.kits.recommender.pipeline import build_index, index_recall, set_search
 from kitforge.trainer.run_folder import train
@@ -44,6 +46,12 @@ def test_an_item_that_training_never_saw_is_a_miss_and_told(tmp_path: Path) -> N
     assert some["cold_share"] == pytest.approx(1 / 3)
     assert some["hr@4"] == pytest.approx(2 / 3) and some["mrr"] < 2 / 3
     assert some["popularity_hr@4"] == pytest.approx(2 / 3)
+
+
+def test_equally_popular_items_keep_their_order() -> None:
+    counts, ids = np.random.default_rng(0).integers(0, 3, 500), np.arange(500)
+    ranks = ItemCatalog(ids=ids, keys=ids, counts=counts).popularity_ranks()
+    assert (ranks + 1).tolist() == pd.Series(counts).rank(method="first", ascending=False).tolist()
 
 
 def test_popularity_ranks_items_by_how_often_they_were_taken(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from kitforge.api import Trainer
 from kitforge.cli.main import run
-from kitforge.composition import compose_eval_config
+from kitforge.composition import compose_config, compose_eval_config
 from kitforge.foundation.errors import ConfigError, KitforgeError
 from kitforge.kits.registry import RLHF_TASKS
 from tests.differential.drawn import WHOLE
@@ -200,6 +200,8 @@ def test_what_says_where_a_run_ran_is_not_taken_over() -> None:
     assert chosen["rl"]["prompts_per_rollout"] == 4 and chosen["rl"]["epochs"] == 2
     assert chosen["trainer"]["eval_batches"] == 1 and chosen["reward"] == "exact"
     assert not {"parallel", "role_ranks", "output_dir", "device", "lora", "model"} & set(chosen)
+    # Another task reads its own options, not those of the run.
+    assert compose_eval_config("sft", {"checkpoint": "ppo"}) == compose_config("sft", {"checkpoint": "ppo"})
     for choices, words in (
         ({"model": "llama_tiny"}, "brings its own network"),
         ({"recipe": "rlhf_tiny"}, "evaluated by its own options"),

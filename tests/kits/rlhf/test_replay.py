@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,15 @@ def test_a_step_that_is_trained_again_is_the_same_to_the_last_bit(run: Path, ste
     found = replay(run, step)
     assert (found.start, found.is_same) == (start, True)
     assert {"loss", "grad_norm", "value_loss", "reward", "kl", "learning_rate"} <= set(found.replayed)
+
+
+@pytest.mark.slow
+def test_a_metric_that_other_steps_have_is_not_missing(run: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(run, tmp_path / "run")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    next(line for line in lines if (line["kind"], line["step"]) == ("train", 4))["rare"] = 1.0
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert replay(folder, 3).is_same and not replay(folder, 4).is_same
 
 
 @pytest.mark.slow

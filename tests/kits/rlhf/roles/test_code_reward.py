@@ -184,6 +184,20 @@ def test_an_isolated_program_has_no_network_no_files_and_no_processes(tmp_path: 
     assert not [each for each in commands() if f"sleep\0{seconds}" in each]
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="rights of a process are Linux's")
+def test_a_program_has_no_rights_and_cannot_get_any(runner: PythonTests) -> None:
+    looks = """
+import ctypes, resource
+libc, held = ctypes.CDLL(None), (ctypes.c_uint32 * 6)(*[1] * 6)
+libc.capget(ctypes.byref((ctypes.c_uint32 * 2)(0x20080522)), ctypes.byref(held))
+bounds = [resource.getrlimit(each) for each in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_AS)]
+is_bound = bounds == [(0, 0), (2**26, 2**26), (MEMORY, MEMORY)]
+f = lambda x: x * x if libc.prctl(39, 0, 0, 0, 0) == 1 and not any(held) and is_bound else 0
+"""
+    assert outcome(runner, looks.replace("MEMORY", str(PythonTestsOptions().memory_bytes))) == "pass"
+
+
 def commands() -> list[str]:
     """The command lines of all processes."""
     found = []
