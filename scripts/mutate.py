@@ -18,6 +18,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -133,10 +134,13 @@ def plant(fault: Fault, copy: Path) -> dict[str, object]:
     sound = place.read_text(encoding="utf-8")
     place.write_text(text, encoding="utf-8")
     started = time.monotonic()
-    try:
-        done = run_tests(fault.tests or [*FAST, *tests_of(fault, path)], copy)
-    finally:
-        place.write_text(sound, encoding="utf-8")
+    # The machine code of a caller does not notice another callee, so such a fault is compiled apart from all others.
+    with tempfile.TemporaryDirectory() as folder:
+        cache = {"NUMBA_CACHE_DIR": folder} if "numba_runtime" in sound else {}
+        try:
+            done = run_tests(fault.tests or [*FAST, *tests_of(fault, path)], copy, cache)
+        finally:
+            place.write_text(sound, encoding="utf-8")
     seconds = time.monotonic() - started
     if done is None:
         return {"verdict": "survived", "seconds": seconds, "test": "stopped after a minute"}
@@ -149,11 +153,11 @@ def plant(fault: Fault, copy: Path) -> dict[str, object]:
     return {"verdict": verdict, "seconds": seconds, "test": test}
 
 
-def run_tests(arguments: list[str], copy: Path) -> tuple[int, str] | None:
+def run_tests(arguments: list[str], copy: Path, further: dict[str, str]) -> tuple[int, str] | None:
     """Status and output of pytest with these arguments until the first failure; None after a minute."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:faulthandler"]
     command += ["-p", "tests.mutation.limit", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(copy), "CI": "true"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(copy), "CI": "true", **further}
     process = subprocess.Popen(
         command,
         cwd=copy,
