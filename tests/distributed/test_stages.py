@@ -113,7 +113,7 @@ def groups_of_stages(mesh: Mesh) -> list[tuple[str, float, tuple[str, ...]]]:
         ParameterGroup(names=(name,), parameters=(weights[name],), weight_decay=0.1, matrix=False, part=part)
         for part, name in reversed(of_stage)
     ]
-    parallel: Any = SimpleNamespace(_mesh=mesh, _local=weights)
+    parallel: Any = SimpleNamespace(mesh=mesh, _local=weights)
     return [(each.part, each.weight_decay, each.names) for each in ParallelModel.local_groups(parallel, groups)]
 
 

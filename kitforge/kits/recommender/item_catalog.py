@@ -54,6 +54,12 @@ class ItemCatalog:
             columns.append(np.where(is_there.numpy(), indices, -1))
         return np.concatenate(columns, axis=1)
 
+    def popularity_ranks(self) -> NDArray[np.int64]:
+        """The popularity rank [I] of each item, 0 for the most popular."""
+        ranks = np.empty(len(self), np.int64)
+        ranks[np.argsort(-self.counts, kind="stable")] = np.arange(len(self))
+        return ranks
+
     def log_frequencies(self, ids: torch.Tensor) -> torch.Tensor:
         """The log frequency [n] of items by id; unseen items count once."""
         indices = self.indices_of(ids)

@@ -112,8 +112,7 @@ class RetrievalObjective(Objective[Batch]):
         items = model(lambda: self.item_vectors(model))
         cuts = sorted({*CUTS, self._top})
         metrics, popular, total = RankingMetrics(cuts), RankingMetrics(cuts), 0.0
-        unknown, popularity = UnknownValues(rows.encoder), np.empty(len(self._catalogue), np.int64)
-        popularity[np.argsort(-self._catalogue.counts, kind="stable")] = np.arange(len(popularity))
+        popularity, unknown = self._catalogue.popularity_ranks(), UnknownValues(rows.encoder)
         for indices in batches:
             batch = rows.batch(indices)
             unknown.add(batch)
@@ -124,7 +123,8 @@ class RetrievalObjective(Objective[Batch]):
             seen = None
             if self._excludes_seen:
                 seen = self._catalogue.history_indices(batch, self.histories, self.num_held_out)[asks]
-            ranks, loss = rank_users(partial(self._block_scores, model, asking, items), targets, len(items), seen)
+            scores = partial(lambda users, block: self.scores(model, users[block], items), asking)
+            ranks, loss = rank_users(scores, targets, len(items), seen)
             total += loss
             for counted, counted_ranks in ((metrics, ranks), (popular, ranks_without(popularity, targets, seen))):
                 counted.add(counted_ranks)
@@ -132,6 +132,3 @@ class RetrievalObjective(Objective[Batch]):
         baseline = {f"popularity_hr@{self._top}": all_reduce_ranking_metrics(popular, 0.0, world)[f"hr@{self._top}"]}
         values = all_reduce_ranking_metrics(metrics, total, world)
         return values | baseline | unknown.all_reduce(world, self._warned)
-
-    def _block_scores(self, model: Recommender, users: Tensor, items: Tensor, block: slice) -> Tensor:
-        return self.scores(model, users[block], items)

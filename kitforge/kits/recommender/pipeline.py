@@ -31,7 +31,7 @@ from kitforge.kits.recommender.features import FeatureEncoder
 from kitforge.kits.recommender.item_catalog import ItemCatalog, save_item_catalog
 from kitforge.kits.recommender.model import MISSING_SUFFIX, Recommender, inputs_of
 from kitforge.kits.recommender.objective import RetrievalObjective
-from kitforge.kits.recommender.serving import faiss, load_index, save_index, serving_folder
+from kitforge.kits.recommender.serving import faiss, save_index, serving_folder
 from kitforge.report.notebook import Rows
 
 _log = logger(__name__)
@@ -172,7 +172,9 @@ class RecommendationPipeline:
             return self._build_index(retrieval)
         mark = fingerprint_of("index", kind, self.options.tables.serving_dtype, getattr(faiss(), "__version__", ""))
         path = serving_folder(self.model.checkpoint_folder) / f"items-{mark[:12]}.faiss"
-        if (index := load_index(path)) is None:
+        if path.exists():
+            index = faiss().deserialize_index(np.fromfile(path, np.uint8))
+        else:
             index = self._build_index(retrieval)
             try:
                 save_index(path, index)

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -105,11 +104,6 @@ def save_index(path: Path, index: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as file:
         file.write(faiss().serialize_index(index).tobytes())
-
-
-def load_index(path: Path) -> Any:
-    """Read a faiss index; None if the file does not exist."""
-    return faiss().deserialize_index(np.fromfile(path, np.uint8)) if path.exists() else None
 
 
 def faiss() -> Any:

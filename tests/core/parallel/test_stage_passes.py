@@ -118,7 +118,7 @@ def test_the_gradient_of_several_stages_is_summed_over_them_once(monkeypatch: py
     stages = {"tied": (0, 2), "block": (2,), "score": None, "other": (1,), "bias": None}
     groups = {(0, 2): "ends", None: "column", (2,): None}
     parallel: Any = SimpleNamespace(
-        _mesh=SimpleNamespace(column=SimpleNamespace(group_of=groups.get)),
+        mesh=SimpleNamespace(column=SimpleNamespace(group_of=groups.get)),
         dtypes=dict.fromkeys(stages),
         layouts={name: SimpleNamespace(stages=each) for name, each in stages.items()},
         _held={name: name for name in stages if name != "other"},
@@ -130,6 +130,6 @@ def test_the_gradient_of_several_stages_is_summed_over_them_once(monkeypatch: py
 def test_stages_that_take_turns_begin_with_a_part_of_the_loss_each() -> None:
     degrees = {"context": 2, "pipeline": 3}
     for takes_turns, wanted in ((True, 1 / 6), (False, 1 / 2)):
-        parallel: Any = SimpleNamespace(_mesh=SimpleNamespace(degree=degrees.get), takes_turns=takes_turns)
+        parallel: Any = SimpleNamespace(mesh=SimpleNamespace(degree=degrees.get), takes_turns=takes_turns)
         fraction: Any = ParallelModel.loss_fraction
         assert fraction.fget(parallel) == wanted
