@@ -71,7 +71,7 @@ class TokenizedExample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferencePair:
-    """Two responses to one prompt, of which the first was preferred."""
+    """Two completions to one prompt, of which the first was preferred."""
 
     chosen: TokenizedExample
     rejected: TokenizedExample
@@ -81,9 +81,9 @@ class PreferencePair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnpairedExample:
-    """One response that was found good or bad."""
+    """One completion that was found good or bad."""
 
-    response: TokenizedExample
+    completion: TokenizedExample
     is_desirable: bool
 
 
@@ -173,15 +173,15 @@ class ChatDatasetReader:
         return self._demonstration(ChatRow(row, location, self.columns, features))
 
     def pairs(self, spec: object) -> Iterator[PreferencePair]:
-        """A preferred and a rejected response to each prompt."""
+        """A preferred and a rejected completion to each prompt."""
         return self._each(spec, self._pair)
 
     def unpaired(self, spec: object) -> Iterator[UnpairedExample]:
-        """Responses with a verdict each."""
+        """Completions with a verdict each."""
         return self._each(spec, self._unpaired)
 
     def prompts(self, spec: object) -> Iterator[PromptExample]:
-        """The prompts; for pairs without a prompt column, the common beginning of both responses."""
+        """The prompts; for pairs without a prompt column, the common beginning of both completions."""
         return self._each(spec, self._question)
 
     def shard(
@@ -235,7 +235,7 @@ class ChatDatasetReader:
     def _demonstration(self, row: ChatRow) -> TokenizedExample:
         others = [name for name in ("messages", "text") if row.has(name)]
         if row.has("completion") or not others:
-            return self._responses(row, "completion")[0]
+            return self._completions(row, "completion")[0]
         said = self._said(row, others[0])
         said = row.with_context(said) if others[0] == "messages" else said
         if not said:
@@ -252,12 +252,12 @@ class ChatDatasetReader:
         return example
 
     def _pair(self, row: ChatRow) -> PreferencePair:
-        chosen, rejected = self._responses(row, "chosen", "rejected")
+        chosen, rejected = self._completions(row, "chosen", "rejected")
         source = str(row.values["source"]) if row.has("source") else ""
         pair = PreferencePair(chosen=chosen, rejected=rejected, margin=row.number("margin"), source=source)
         if list(chosen.tokens) == list(rejected.tokens):
-            got, expected = "the same tokens as chosen and as rejected", "responses that the chat template tells apart"
-            raise row.refusal("prefers a response to itself", got=got, expected=expected)
+            got, expected = "the same tokens as chosen and as rejected", "two that the chat template tells apart"
+            raise row.refusal("prefers a completion to itself", got=got, expected=expected)
         return pair
 
     def _unpaired(self, row: ChatRow) -> UnpairedExample:
@@ -267,28 +267,28 @@ class ChatDatasetReader:
             label = {"true": True, "false": False, "1": True, "0": False}.get(label.strip().lower(), label)
         if label not in (True, False):
             raise row.refusal("has no verdict", got=f"label {label!r}", expected="true or false")
-        return UnpairedExample(response=self._responses(row, "completion")[0], is_desirable=bool(label))
+        return UnpairedExample(completion=self._completions(row, "completion")[0], is_desirable=bool(label))
 
-    def _responses(self, row: ChatRow, *names: str) -> list[TokenizedExample]:
-        """The responses of a row: its completion, or the chosen and the rejected one."""
+    def _completions(self, row: ChatRow, *names: str) -> list[TokenizedExample]:
+        """The completion of a row, or the chosen and the rejected one."""
         prompt, replies = self._exchange(row, *names)
-        found = [self._response(prompt, reply, row) for reply in replies]
+        found = [self._completion(prompt, reply, row) for reply in replies]
         row.note_unread(("messages", "text", *MEANT) if row.has("completion") and len(names) == 1 else MEANT)
         return found
 
     def _exchange(self, row: ChatRow, *names: str) -> tuple[Said, list[Said]]:
-        """The prompt of a row and the responses of these columns."""
+        """The prompt of a row and the completions of these columns."""
         is_pair = len(names) == 2
         if row.has("messages") and not row.has(names[0]) and (not is_pair or row.has("rejected_response")):
-            # The response that is judged ends the conversation; as ms-swift has it, so does the one that is preferred.
+            # The completion that is judged ends the conversation; in ms-swift so does the one that is preferred.
             said = self._said(row, "messages")
             if not is_chat(said) or said[-1]["role"] != "assistant":
                 got = f"{said[-1]['role']} last" if is_chat(said) else "no messages"
-                raise row.refusal("has no response in its messages", got=got, expected="a reply as the last one")
+                raise row.refusal("has no completion in its messages", got=got, expected="a reply as the last one")
             prompt, others = row.with_context(said[:-1]), [self._said(row, "rejected_response")] if is_pair else []
             return prompt, [said[-1:], *(_as_reply(each) if isinstance(each, str) else each for each in others)]
         whole = [self._said(row, name) for name in names]
-        # Whether the responses are messages that hold the prompt too, and not what follows one.
+        # Whether the completions are messages that hold the prompt too, and not what follows one.
         is_whole = all(is_chat(each) and each[0]["role"] in ("system", "developer", "user") for each in whole)
         prompt = [] if is_pair and not row.has("prompt") else self._prompt(row)
         if not is_whole and (row.has("prompt") or not is_pair):
@@ -304,7 +304,7 @@ class ChatDatasetReader:
         return row.with_context(prompt) if is_chat(prompt) else prompt, replies
 
     def _check_prompt(self, row: ChatRow, opening: Said) -> None:
-        """Raise DataError where a row has a prompt that the messages before its responses do not hold."""
+        """Raise DataError where a row has a prompt that the messages before its completions do not hold."""
         if not row.has("prompt"):
             return
         prompt = self._prompt(row)
@@ -316,8 +316,8 @@ class ChatDatasetReader:
             is_held = list(opening[: len(prompt)]) == list(prompt)
         if not is_held:
             got = f"{str(prompt)[:60]!r} beside {str(opening)[:60]!r}"
-            expected = "responses without a prompt, or with that one"
-            raise row.refusal("has responses to another prompt than its own", got=got, expected=expected)
+            expected = "completions without a prompt, or with that one"
+            raise row.refusal("has completions to another prompt than its own", got=got, expected=expected)
 
     def _question(self, row: ChatRow) -> PromptExample:
         if row.has("chosen") and row.has("rejected"):
@@ -360,7 +360,7 @@ class ChatDatasetReader:
         return said
 
     def _continued(self, row: ChatRow, name: str) -> Said:
-        """The response of a column. A text behind a dialogue with an open end is the rest of that dialogue."""
+        """The completion of a column. A text behind a dialogue with an open end is the rest of that dialogue."""
         said = self._said(row, name)
         prompt: Any = row.values.get("prompt")
         asked = messages_of(prompt) if isinstance(prompt, str) and is_dialogue(prompt) else []
@@ -369,15 +369,15 @@ class ChatDatasetReader:
         first, *others = messages_of(prompt + said)[len(asked) - 1 :]
         return [{**first, "content": first["content"].removeprefix(asked[-1]["content"])}, *others]
 
-    def _response(self, prompt: Said, completion: Said, row: ChatRow) -> TokenizedExample:
+    def _completion(self, prompt: Said, completion: Said, row: ChatRow) -> TokenizedExample:
         if not completion:
-            raise row.refusal("has an empty response", expected="at least one token")
+            raise row.refusal("has an empty completion", expected="at least one token")
         if not is_chat(prompt) and not is_chat(completion):
             said = cast(str | Sequence[int], prompt), cast(str | Sequence[int], completion)
             opening, completion_tokens = encode_completion(self._tokenizer, *said)
             completion_tokens.append(self._tokenizer.eos_id)
             if not set(completion_tokens) - set(self._tokenizer.eos_ids):
-                raise row.refusal("has an empty response", got="no token but an end", expected="one")
+                raise row.refusal("has an empty completion", got="no token but an end", expected="one")
             return TokenizedExample(
                 tokens=(*opening, *completion_tokens),
                 loss_mask=(False,) * len(opening) + (True,) * len(completion_tokens),
@@ -388,7 +388,7 @@ class ChatDatasetReader:
         asked: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         replies = list(completion) if is_chat(completion) else _as_reply(completion)
         if not isinstance(completion, str) and not is_chat(completion):
-            raise row.refusal("has tokens beside messages", expected="a response of text or messages")
+            raise row.refusal("has tokens beside messages", expected="a completion of text or messages")
         # Replies within the prompt are no answer to it.
         first, opened = len(asked), asked
         if asked and isinstance(asked[-1], BegunMessage) and replies[0]["role"] == "assistant":

@@ -1,8 +1,8 @@
 """Rows of dialogues as tokens on the disk, built once by several processes and mapped into memory.
 
 A cache is a folder named by the rows, the tokenizer, its chat template and how rows are read. `tokens.bin` and
-`loss_mask.bin` hold all responses end to end, `offsets.npy` where each begins, `values.npy` and `sources.npy` what else
-a row holds; a row of pairs is two responses. While it is built, `parts` holds a file for each finished shard.
+`loss_mask.bin` hold all completions end to end, `offsets.npy` where each begins, `values.npy` and `sources.npy` what
+else a row holds; a row of pairs is two completions. While it is built, `parts` has a file for each finished shard.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ Row = TypeVar("Row", TokenizedExample, PreferencePair, UnpairedExample)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleJob(ShardJob):
-    """A shard of rows and the file that will hold its responses: an npz of arrays, without pickle."""
+    """A shard of rows and the file that will hold its completions: an npz of arrays, without pickle."""
 
     shard: RecordShard
     kind: ExampleKind
@@ -55,8 +55,8 @@ class ExampleJob(ShardJob):
         values: list[float] = []
         sources: list[int] = []
         for row in reader.shard(self.kind, self.shard, report):
-            tokens += [np.array(each.tokens, dtype) for each in _responses(row)]
-            masks += [np.array(each.loss_mask, np.bool_) for each in _responses(row)]
+            tokens += [np.array(each.tokens, dtype) for each in _completions(row)]
+            masks += [np.array(each.loss_mask, np.bool_) for each in _completions(row)]
             margin, source = (row.margin, row.source) if isinstance(row, PreferencePair) else (0.0, "")
             values.append(float(row.is_desirable) if isinstance(row, UnpairedExample) else margin)
             sources.append(names.setdefault(source, len(names)))
@@ -94,7 +94,7 @@ class ExampleCache(Sequence[Row], Generic[Row]):
         self._per_row = 2 if self._kind == "pairs" else 1
         if len(self._offsets) != self._per_row * len(self) + 1 or self._offsets[-1] != num_tokens:
             raise cache_folder.damaged(
-                "offsets.npy", len(self._offsets), f"{self._per_row} responses of {len(self)} rows"
+                "offsets.npy", len(self._offsets), f"{self._per_row} completions of {len(self)} rows"
             )
 
     def __len__(self) -> int:
@@ -102,7 +102,7 @@ class ExampleCache(Sequence[Row], Generic[Row]):
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each row, of the longer response of a pair, [rows]."""
+        """Tokens of each row, of the longer completion of a pair, [rows]."""
         lengths: NDArray[np.int64] = np.diff(self._offsets).reshape(-1, self._per_row).max(1)
         return lengths
 
@@ -111,18 +111,16 @@ class ExampleCache(Sequence[Row], Generic[Row]):
         if isinstance(row, slice):
             return [self[number] for number in range(*row.indices(len(self)))]
         number = range(len(self))[row]
-        responses = []
+        completions = []
         for each in range(number * self._per_row, (number + 1) * self._per_row):
             part = slice(int(self._offsets[each]), int(self._offsets[each + 1]))
-            responses.append(TokenizedExample(tokens=self._tokens[part], loss_mask=self._loss_mask[part]))
+            completions.append(TokenizedExample(tokens=self._tokens[part], loss_mask=self._loss_mask[part]))
         value, source = float(self._values[number]), self._names[self._sources[number]]
         if self._kind == "pairs":
-            return PreferencePair(chosen=responses[0], rejected=responses[1], margin=value, source=source)
-        return (
-            UnpairedExample(response=responses[0], is_desirable=bool(value))
-            if self._kind == "unpaired"
-            else responses[0]
-        )
+            return PreferencePair(chosen=completions[0], rejected=completions[1], margin=value, source=source)
+        if self._kind == "unpaired":
+            return UnpairedExample(completion=completions[0], is_desirable=bool(value))
+        return completions[0]
 
 
 def build_example_cache(
@@ -216,7 +214,7 @@ def _assemble(
     }
 
 
-def _responses(row: TokenizedExample | PreferencePair | UnpairedExample) -> tuple[TokenizedExample, ...]:
+def _completions(row: TokenizedExample | PreferencePair | UnpairedExample) -> tuple[TokenizedExample, ...]:
     if isinstance(row, PreferencePair):
         return row.chosen, row.rejected
-    return (row.response,) if isinstance(row, UnpairedExample) else (row,)
+    return (row.completion,) if isinstance(row, UnpairedExample) else (row,)

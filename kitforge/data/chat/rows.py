@@ -339,22 +339,22 @@ def is_chat(said: Said) -> TypeGuard[Sequence[Message]]:
 
 
 def common_prompt(chosen: Said, rejected: Said, refusal: Callable[..., DataError]) -> tuple[Said, Said, Said]:
-    """The common prompt of two responses and the rest of each, split at whole messages, words or tokens. Raises
+    """The common prompt of two completions and the rest of each, split at whole messages, words or tokens. Raises
     a refusal where nothing is left of one, and where they are of different kinds."""
     if isinstance(chosen, str) != isinstance(rejected, str) or is_chat(chosen) != is_chat(rejected):
         expected = "two texts, two lists of messages or two lists of tokens; or a column 'prompt'"
-        got, what = f"{_kind(chosen)} and {_kind(rejected)}", "has responses of two kinds, which have no common prompt"
+        got, what = f"{_kind(chosen)} and {_kind(rejected)}", "has two kinds of completions and so no common prompt"
         raise refusal(what, got=got, expected=expected)
     if chosen == rejected:
-        raise refusal("prefers a response to itself", expected="two responses")
+        raise refusal("prefers a completion to itself", expected="two completions")
     pairs = enumerate(zip(chosen, rejected, strict=False))
     length = next((at for at, (left, right) in pairs if left != right), min(len(chosen), len(rejected)))
     if isinstance(chosen, str):
-        # A common beginning of the first word belongs to the responses, not to the prompt.
+        # A common beginning of the first word belongs to the completions, not to the prompt.
         length = min(_word_start(text, length) for text in (chosen, str(rejected)))
     if length == min(len(chosen), len(rejected)):
-        got = "one response is how the other begins" if length else "no token"
-        raise refusal("has an empty response", got=got, expected="at least one token in each behind the prompt")
+        got = "one completion is how the other begins" if length else "no token"
+        raise refusal("has an empty completion", got=got, expected="at least one token in each behind the prompt")
     if is_chat(chosen) and not length:
         got, expected = f"{str(chosen[0])[:60]} and {str(rejected[0])[:60]}", "a prompt that both begin with"
         raise refusal("has conversations that share no message", got=got, expected=f"{expected}, or a column 'prompt'")

@@ -96,7 +96,7 @@ def _left_out(name: str, what: str) -> DataError:
 
 def _empty(number: int) -> DataError:
     return DataError(
-        "the row has an empty response",
+        "the row has an empty completion",
         got=f"message {number}, of which no token of its own is written",
         expected="at least one token",
         fix="leave such rows out, with data.on_invalid=skip",

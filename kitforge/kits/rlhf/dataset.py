@@ -161,7 +161,7 @@ def truncated_row(row: Any, room: int, side: str) -> Any:
         chosen, rejected = (truncated_row(each, room, side) for each in (row.chosen, row.rejected))
         return replace(row, chosen=chosen, rejected=rejected)
     if isinstance(row, UnpairedExample):
-        return replace(row, response=truncated_row(row.response, room, side))
+        return replace(row, completion=truncated_row(row.completion, room, side))
     kept = slice(max(len(row.tokens) - room, 0), None) if side == "left" else slice(room)
     if isinstance(row, TokenizedExample):
         return TokenizedExample(tokens=row.tokens[kept], loss_mask=row.loss_mask[kept])
@@ -230,6 +230,6 @@ def _is_valid(row: Any) -> bool:
     if isinstance(row, PreferencePair):
         is_same = np.array_equal(row.chosen.tokens, row.rejected.tokens)
         return _is_valid(row.chosen) and _is_valid(row.rejected) and not is_same
-    example = row.response if isinstance(row, UnpairedExample) else row
+    example = row.completion if isinstance(row, UnpairedExample) else row
     # The first token of a row is never predicted.
     return bool(np.any(example.loss_mask[1:])) if isinstance(example, TokenizedExample) else len(row.tokens) > 0

@@ -49,7 +49,7 @@ def _examples(row: TokenizedExample | PreferencePair | UnpairedExample | PromptE
     if isinstance(row, PreferencePair):
         return {", chosen": row.chosen, ", rejected": row.rejected}
     if isinstance(row, UnpairedExample):
-        return {", desirable" if row.is_desirable else ", undesirable": row.response}
+        return {", desirable" if row.is_desirable else ", undesirable": row.completion}
     if isinstance(row, PromptExample):
         return {", prompt": TokenizedExample(tokens=row.tokens, loss_mask=(False,) * len(row.tokens))}
     return {"": row}

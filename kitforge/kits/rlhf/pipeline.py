@@ -36,8 +36,8 @@ class RewardPipeline:
             result: list[Any] = self([texts])[0]
             return result
         rows = [{"text": text} if isinstance(text, str) else text for text in texts]
-        responses = list(self._reader.demonstrations(rows)) if rows else []
-        return Rows(Rows([{"score": score}]) for score in self.scores(responses))
+        completions = list(self._reader.demonstrations(rows)) if rows else []
+        return Rows(Rows([{"score": score}]) for score in self.scores(completions))
 
     def score_texts(self, texts: Sequence[Any]) -> list[tuple[float, int]]:
         """The score of each pair of prompt and completion, or list of messages, and the number of its tokens."""
@@ -45,20 +45,20 @@ class RewardPipeline:
         rows = [
             dict(zip(names, each, strict=True)) if isinstance(each, tuple) else {"messages": each} for each in texts
         ]
-        responses, most = list(self._reader.demonstrations(rows)), self.model.language_model.geometry.max_length
-        sizes = [len(each.tokens) for each in responses]
+        completions, most = list(self._reader.demonstrations(rows)), self.model.language_model.geometry.max_length
+        sizes = [len(each.tokens) for each in completions]
         if max(sizes) > most:
             raise ContextLengthError(
                 "a text is longer than the model allows", got=max(sizes), expected=f"at most {most}"
             )
-        return list(zip(self.scores(responses), sizes, strict=True))
+        return list(zip(self.scores(completions), sizes, strict=True))
 
     @torch.no_grad()
-    def scores(self, responses: Sequence[TokenizedExample]) -> Iterator[float]:
-        """The scores of tokenized responses, in order."""
+    def scores(self, completions: Sequence[TokenizedExample]) -> Iterator[float]:
+        """The scores of tokenized completions, in order."""
         device = self.model.score.weight.device
-        for start in range(0, len(responses), BATCH_SIZE):
-            batch = pad_examples(responses[start : start + BATCH_SIZE], self.tokenizer.pad_id)
+        for start in range(0, len(completions), BATCH_SIZE):
+            batch = pad_examples(completions[start : start + BATCH_SIZE], self.tokenizer.pad_id)
             scores = self.model.scores_at(batch["tokens"].to(device), batch["ends"].to(device))
             yield from self.model.normalized(scores).tolist()
 
@@ -70,7 +70,7 @@ def scored_rows(tokenizer: Tokenizer, options: ChatDatasetOptions) -> Iterator[S
     described = ((shard.features, shard) for shard in open_rows(options.eval))
     for features, (location, row) in ((found, pair) for found, shard in described for pair in shard.rows()):
         try:
-            response = reader.demonstration(row, location, features)
+            completion = reader.demonstration(row, location, features)
             if "score" in row:
                 raise DataError("the row has a column `score` already", fix="rename it: the scores are written there")
         except DataError as error:
@@ -80,6 +80,6 @@ def scored_rows(tokenizer: Tokenizer, options: ChatDatasetOptions) -> Iterator[S
                 _log.warning("%s: %s: row dropped; further invalid rows are dropped silently", location, error)
             num_dropped += 1
             continue
-        yield row, response
+        yield row, completion
     if num_dropped:
         _log.warning("%s invalid rows were dropped", f"{num_dropped:,}")

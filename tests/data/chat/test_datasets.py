@@ -138,7 +138,7 @@ def test_replies_within_a_prompt_are_not_learnt() -> None:
 
 def test_single_verdicts_and_prompts_are_read() -> None:
     (judged,) = reader().unpaired([{"prompt": "a", "completion": "b", "label": False}])
-    assert (learnt(judged.response), judged.is_desirable) == ("b|", False)
+    assert (learnt(judged.completion), judged.is_desirable) == ("b|", False)
     (prompt,) = reader().prompts([{"prompt": CHAT, "answer": "4"}])
     assert TOKENIZER.decode(prompt.tokens) == "\n\nHuman: Hi\n\nAssistant: "
     assert prompt.columns["answer"] == "4"
@@ -211,8 +211,8 @@ def test_columns_of_other_names_are_mapped() -> None:
 
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "a missing column": ("pairs", {"prompt": "a", "chosen": "b", "rejcted": "c"}, "rejected"),
-    "an empty response": ("pairs", {"prompt": "a", "chosen": "", "rejected": "c"}, "empty response"),
-    "a response preferred to itself": ("pairs", {"prompt": "a", "chosen": "b", "rejected": "b"}, "to itself"),
+    "an empty chosen completion": ("pairs", {"prompt": "a", "chosen": "", "rejected": "c"}, "empty completion"),
+    "a completion preferred to itself": ("pairs", {"prompt": "a", "chosen": "b", "rejected": "b"}, "to itself"),
     "a number for a text": ("demonstrations", {"prompt": "a", "completion": 3}, "completion"),
     "no reply": ("demonstrations", {"messages": CHAT}, "nothing to learn"),
     "a message without a role": ("demonstrations", {"messages": [{"content": "x"}]}, "role"),
@@ -220,8 +220,8 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "an empty text": ("demonstrations", {"text": ""}, "empty text"),
     "no messages": ("demonstrations", {"messages": []}, "empty messages"),
     "a null completion": ("demonstrations", {"prompt": "a", "completion": None}, "null in column 'completion'"),
-    "an empty completion": ("demonstrations", {"prompt": "a", "completion": ""}, "empty response"),
-    "no replies": ("demonstrations", {"prompt": CHAT, "completion": []}, "empty response"),
+    "an empty completion": ("demonstrations", {"prompt": "a", "completion": ""}, "empty completion"),
+    "no replies": ("demonstrations", {"prompt": CHAT, "completion": []}, "empty completion"),
     "another prompt": ("pairs", {"prompt": "a", "chosen": CHAT + REPLY, "rejected": CHAT + NO}, "another prompt"),
     "tokens beside a chat": ("demonstrations", {"prompt": [1, 2], "completion": REPLY}, "beside tokens"),
     "a chat beside tokens": ("demonstrations", {"prompt": CHAT, "completion": [1, 2]}, "beside messages"),
@@ -264,7 +264,7 @@ def test_such_rows_are_left_out_and_counted_where_that_was_asked_for(
 
 def test_a_dialogue_that_goes_on_where_the_other_ends_is_no_pair() -> None:
     row = {"chosen": f"{OPENED}Hello", "rejected": f"{OPENED}Hello\n\nHuman: Yes"}
-    with pytest.raises(DataError, match="empty response"):
+    with pytest.raises(DataError, match="empty completion"):
         list(reader().pairs([row]))
 
 

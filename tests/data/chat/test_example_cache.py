@@ -44,7 +44,7 @@ def plain(row: Any) -> Any:
     if isinstance(row, PreferencePair):
         return (plain(row.chosen), plain(row.rejected), row.margin, row.source)
     if isinstance(row, UnpairedExample):
-        return (plain(row.response), row.is_desirable)
+        return (plain(row.completion), row.is_desirable)
     return ([int(token) for token in row.tokens], [bool(each) for each in row.loss_mask])
 
 
@@ -66,7 +66,7 @@ def test_cached_rows_are_those_of_the_reader(kind: ExampleKind, tmp_path: Path) 
         cache = cached(kind, spec, tmp_path / "cache")
         assert [plain(row) for row in cache] == wanted
         assert [plain(row) for row in cache[-2:]] == wanted[-2:]
-    lengths = [max(len(each.tokens) for each in example_cache._responses(row)) for row in cache]
+    lengths = [max(len(each.tokens) for each in example_cache._completions(row)) for row in cache]
     assert cache.lengths.tolist() == lengths
 
 
@@ -136,7 +136,7 @@ def test_whatever_changes_tokens_changes_the_cache(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "words"),
-    [([{"prompt": "a", "completion": ""}], "empty response"), ([], "no rows"), ([3], "not a row")],
+    [([{"prompt": "a", "completion": ""}], "empty completion"), ([], "no rows"), ([3], "not a row")],
 )
 def test_rows_that_cannot_be_used_are_refused(rows: list[Any], words: str, tmp_path: Path) -> None:
     for unusable in ("refuse", "skip"):

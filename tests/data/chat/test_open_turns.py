@@ -47,7 +47,7 @@ def every_kind(row: Mapping[str, Any], tokenizer: Any = BYTES) -> list[str]:
     (pair,) = chats.pairs([other])
     (flipped,) = chats.pairs([{**other, "chosen": other["rejected"], "rejected": other["chosen"]}])
     (prompt,) = chats.prompts([{"prompt": row["prompt"]}])
-    found = [marked(each, tokenizer) for each in (demonstration, judged.response, pair.chosen, flipped.rejected)]
+    found = [marked(each, tokenizer) for each in (demonstration, judged.completion, pair.chosen, flipped.rejected)]
     assert all(each.startswith(spelt(list(prompt.tokens), tokenizer) + "[[") for each in found)
     assert demonstration.tokens[: len(prompt.tokens)] == prompt.tokens
     return found
@@ -162,10 +162,10 @@ def test_texts_share_their_beginning_up_to_the_word_in_which_they_differ(name: s
 
 
 NO_PAIRS: dict[str, tuple[Any, Any, str]] = {
-    "a longer text": ("Q? yes", "Q? yes, sir", "empty response"),
+    "a longer text": ("Q? yes", "Q? yes, sir", "empty completion"),
     "equal texts": ("Q? yes", "Q? yes", "to itself"),
-    "a longer conversation": ([user("a"), assistant("b")], [user("a"), assistant("b"), user("c")], "empty response"),
-    "longer tokens": ([1, 2], [1, 2, 3], "empty response"),
+    "a longer conversation": ([user("a"), assistant("b")], [user("a"), assistant("b"), user("c")], "empty completion"),
+    "longer tokens": ([1, 2], [1, 2, 3], "empty completion"),
     "other questions": ([user("a"), assistant("b")], [user("c"), assistant("b")], "share no message"),
     "a text and messages": ("a b", [user("a"), assistant("b")], "two kinds"),
     "tokens and messages": ([1, 2], [user("a"), assistant("b")], "two kinds"),

@@ -178,7 +178,7 @@ def test_a_system_column_counts_in_pairs_verdicts_and_prompts() -> None:
     (pair,) = named.pairs([{**parts, "chosen": "Hello", "rejected": "No"}])
     (whole,) = reader().pairs([{"system": "Be kind", "chosen": CHAT + REPLY, "rejected": CHAT + NO}])
     (judged,) = named.unpaired([{**parts, "completion": "Hello", "label": 0}])
-    assert [shown(each) for each in (pair.chosen, whole.chosen, judged.response)] == [SYSTEM_TURNS] * 3
+    assert [shown(each) for each in (pair.chosen, whole.chosen, judged.completion)] == [SYSTEM_TURNS] * 3
     for row in ({**parts}, {**parts, "chosen": "Hello", "rejected": "No"}):
         (prompt,) = named.prompts([row])
         assert TOKENIZER.decode(prompt.tokens) == f"{BE_KIND}{OPENED}"
@@ -456,7 +456,7 @@ def test_the_last_message_of_a_row_with_a_verdict_is_what_is_judged() -> None:
         (found,) = reader().unpaired([{**row, "label": False}])
         (wanted,) = reader().unpaired([{"prompt": CHAT, "completion": REPLY, "label": False}])
         assert found == wanted
-    with pytest.raises(DataError, match=r"row 1 of the data has no response in its messages\n.*user last"):
+    with pytest.raises(DataError, match=r"row 1 of the data has no completion in its messages\n.*user last"):
         list(reader().unpaired([{"messages": CHAT, "label": True}]))
 
 

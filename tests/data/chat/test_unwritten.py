@@ -64,17 +64,17 @@ LOST: dict[str, tuple[str, dict[str, Any], str]] = {
     "a system in other letters": (
         "two roles", {"messages": [{"role": "system", "content": "你好"}, user("a"), assistant("b")]}, "message 0",
     ),
-    "an empty reply": ("chatml", {"messages": [user("a"), assistant("")]}, "empty response"),
-    "an empty completion": ("chatml", {"prompt": [user("a")], "completion": [assistant("")]}, "empty response"),
-    "an empty turn": ("chatml", {"messages": [user("a"), assistant(""), user("b"), assistant("c")]}, "empty response"),
-    "an empty reply without a template": ("plain", {"messages": [user("a"), assistant("")]}, "empty response"),
-    "a reply of white space": ("trimming", {"messages": [user("a"), assistant(" \n")]}, "empty response"),
-    "an open dialogue": ("plain", {"text": "\n\nHuman: a\n\nAssistant:"}, "empty response"),
+    "an empty reply": ("chatml", {"messages": [user("a"), assistant("")]}, "empty completion"),
+    "an empty completion": ("chatml", {"prompt": [user("a")], "completion": [assistant("")]}, "empty completion"),
+    "an empty turn": ("chatml", {"messages": [user("a"), assistant(""), user("b"), assistant("c")]}, "an empty comp"),
+    "an empty reply without a template": ("plain", {"messages": [user("a"), assistant("")]}, "empty completion"),
+    "a reply of white space": ("trimming", {"messages": [user("a"), assistant(" \n")]}, "empty completion"),
+    "an open dialogue": ("plain", {"text": "\n\nHuman: a\n\nAssistant:"}, "empty completion"),
     "nothing behind a beginning": (
-        "chatml", {"prompt": [user("a"), assistant("b")], "completion": [assistant("")]}, "empty response",
+        "chatml", {"prompt": [user("a"), assistant("b")], "completion": [assistant("")]}, "empty completion",
     ),
-    "an empty list of parts": ("chatml", {"messages": [user("a"), assistant([])]}, "empty response"),
-    "tokens that only end": ("plain", {"prompt": [1], "completion": [256]}, "empty response"),
+    "an empty list of parts": ("chatml", {"messages": [user("a"), assistant([])]}, "empty completion"),
+    "tokens that only end": ("plain", {"prompt": [1], "completion": [256]}, "empty completion"),
 }  # fmt: skip
 
 
@@ -135,7 +135,7 @@ ALIKE: dict[str, tuple[str, Any, Any]] = {
 def test_pairs_are_compared_as_what_they_became(name: str, tokenizers: dict[str, Tokenizer]) -> None:
     which, chosen, rejected = ALIKE[name]
     prompt: Any = [user("a")] if which != "plain" else "a"
-    with pytest.raises(DataError, match=r"itself|tool_calls|empty response"):
+    with pytest.raises(DataError, match=r"itself|tool_calls|empty completion"):
         list(reader(tokenizers[which]).pairs([{"prompt": prompt, "chosen": chosen, "rejected": rejected}]))
 
 
@@ -184,7 +184,7 @@ def test_replies_within_the_prompt_are_not_learnt_whatever_their_blocks(
     row = {"prompt": prompt, "completion": [second], "label": True}
     (demonstration,), (judged,) = chats.demonstrations([row]), chats.unpaired([row])
     (pair,) = chats.pairs([{"prompt": prompt, "chosen": [second], "rejected": [assistant("other", **thoughts[2])]}])
-    for each in (demonstration, judged.response, pair.chosen):
+    for each in (demonstration, judged.completion, pair.chosen):
         assert learnt(each, tokenizer) == wanted.replace("No.", contents[1])
 
 

@@ -87,7 +87,7 @@ def test_rows_of_plain_text_have_the_tokens_of_the_joined_text(kind: str, prompt
     (demonstration,), (pair,), (unpaired,) = rows.demonstrations([row]), rows.pairs([row]), rows.unpaired([row])
     alone, joined = tokenizer.encode_prompt(prompt), tokenizer.encode_prompt(prompt + completion)
     size = len(os.path.commonprefix([alone, joined]))
-    for example in (demonstration, pair.chosen, unpaired.response):
+    for example in (demonstration, pair.chosen, unpaired.completion):
         assert list(example.tokens) == [*joined, tokenizer.eos_id]
         assert list(example.loss_mask) == [False] * size + [True] * (len(joined) + 1 - size)
 

@@ -52,7 +52,7 @@ def test_each_response_of_a_pair_is_cut_by_itself(tmp_path: Path) -> None:
     (pair,) = read("pairs", [PAIR], tmp_path, on_too_long="cut_left").train
     assert (said(pair.chosen), said(pair.rejected)) == (("suvw|", "uvw|"), ("qrsx|", "x|"))
     (judged,) = read("unpaired", [{**LONG, "label": True}], tmp_path, on_too_long="cut_right").train
-    assert said(judged.response) == ("pqrsu", "u")
+    assert said(judged.completion) == ("pqrsu", "u")
 
 
 def test_prompts_are_cut_to_leave_room_for_answers(tmp_path: Path) -> None:

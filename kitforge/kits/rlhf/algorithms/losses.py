@@ -130,7 +130,7 @@ def importance_weights(
 #   token-mean           1 / all tokens
 #   seq-mean-token-mean  1 / (its sequence's tokens x all sequences)
 #   seq-mean-token-sum   1 / all sequences
-#   constant             1 / (longest response allowed x all sequences), as in Dr. GRPO (Liu et al., 2025)
+#   constant             1 / (longest completion allowed x all sequences), as in Dr. GRPO (Liu et al., 2025)
 LossAggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"]
 
 

@@ -1,6 +1,6 @@
 """Losses of preference pairs and unpaired completions [P], and of reward models.
 
-`chosen`, `rejected` and their references are sums over a response's tokens unless said otherwise.
+`chosen`, `rejected` and their references are sums over a completion's tokens unless said otherwise.
 """
 
 from collections.abc import Sequence
@@ -32,12 +32,12 @@ def ipo_loss(log_ratio: Tensor, beta: float) -> Tensor:
 
 
 def logratio_margin(chosen: Tensor, rejected: Tensor, chosen_reference: Tensor, rejected_reference: Tensor) -> Tensor:
-    """How much more the policy prefers the chosen response than the reference does [P]."""
+    """How much more the policy prefers the chosen completion than the reference does [P]."""
     return (chosen - chosen_reference) - (rejected - rejected_reference)
 
 
 def kto_loss(log_ratio: Tensor, is_desirable: Tensor, baseline: Tensor, beta: float) -> Tensor:
-    """Kahneman-Tversky optimisation (Ethayarajh et al., 2024) of log policy / reference [S] of single responses.
+    """Kahneman-Tversky optimisation (Ethayarajh et al., 2024) of log policy / reference [S] of single completions.
 
     `baseline` is the KL estimate, 0-dim, without a gradient, clamped at 0.
     """

@@ -158,7 +158,7 @@ class Environment(Protocol):
     def reset(self, row: Mapping[str, Any]) -> str:
         """Start an episode for the row of a prompt. Returns text after the prompt and before the policy, often ""."""
 
-    def step(self, response: str) -> Step | Awaitable[Step]:
+    def step(self, completion: str) -> Step | Awaitable[Step]:
         """Take the text of the policy. Returns the observation, the reward and whether the episode is over."""
 
 

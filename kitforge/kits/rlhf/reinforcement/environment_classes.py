@@ -55,7 +55,7 @@ class ClassEnvironment(ToolEnvironment):
         said = self.instance.reset(**copy.deepcopy(dict(row)))
         return PromptEnd(said or "") if said is None or isinstance(said, str) else said
 
-    def reward(self, response: str) -> float:
+    def reward(self, completion: str) -> float:
         """0: the role `reward` and `get_reward` score the completion."""
         return 0.0
 

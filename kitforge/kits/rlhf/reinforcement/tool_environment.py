@@ -208,7 +208,7 @@ class ToolEnvironment(ABC):
         self._turns_left = max_turns
 
     @abstractmethod
-    def reward(self, response: str) -> float:
+    def reward(self, completion: str) -> float:
         """The reward of the completion that ends the episode; `self.row` holds the prompt's columns."""
 
     def reset(self, row: Mapping[str, Any]) -> str:
@@ -216,17 +216,17 @@ class ToolEnvironment(ABC):
         self.row = row
         return ""
 
-    def step(self, response: str) -> Any:
+    def step(self, completion: str) -> Any:
         """Run the tool calls of a completion; an awaitable if a tool is async."""
-        parsed = parse_tool_calls(response, self.calls, self.thought, self._parameters)
+        parsed = parse_tool_calls(completion, self.calls, self.thought, self._parameters)
         calls = [self._validated_call(each) for each in parsed]
         if not calls:
-            return "", self.reward(response), True
+            return "", self.reward(completion), True
         self.num_tool_calls += len(calls)
         results = [self._result(each) for each in calls]
         if any(inspect.isawaitable(each) for each in results):
-            return self._step(response, calls, results)
-        return self._tool_messages(response, calls, results)
+            return self._step(completion, calls, results)
+        return self._tool_messages(completion, calls, results)
 
     def _result(self, call: ToolCall) -> Any:
         """The result of a call, or an awaitable of it; a `_Raised` for the error of its tool."""
@@ -237,10 +237,10 @@ class ToolEnvironment(ABC):
         except Exception as error:  # noqa: BLE001 (a tool is foreign code)
             return _Raised(error)
 
-    async def _step(self, response: str, calls: Sequence[ToolCall], results: Sequence[Any]) -> Any:
-        return self._tool_messages(response, calls, [await _awaited(each) for each in results])
+    async def _step(self, completion: str, calls: Sequence[ToolCall], results: Sequence[Any]) -> Any:
+        return self._tool_messages(completion, calls, [await _awaited(each) for each in results])
 
-    def _tool_messages(self, response: str, calls: Sequence[ToolCall], results: Sequence[Any]) -> Any:
+    def _tool_messages(self, completion: str, calls: Sequence[ToolCall], results: Sequence[Any]) -> Any:
         contents = [
             self._content(result, is_run=call.problem is None) for call, result in zip(calls, results, strict=True)
         ]
@@ -252,7 +252,7 @@ class ToolEnvironment(ABC):
             return messages, 0.0, False
         self._turns_left -= 1
         is_over = self._turns_left <= 0
-        return messages, self.reward(response) if is_over else 0.0, is_over
+        return messages, self.reward(completion) if is_over else 0.0, is_over
 
     def _content(self, result: Any, *, is_run: bool) -> str:
         """What the policy is told of a call. Raises the error of the tool if there were too many in a row."""
@@ -292,7 +292,7 @@ class ToolEnvironment(ABC):
 class FunctionTools(ToolEnvironment):
     """Tools of a run whose rewards come from the role `reward`."""
 
-    def reward(self, response: str) -> float:
+    def reward(self, completion: str) -> float:
         """0: the role `reward` scores the completion."""
         return 0.0
 

@@ -29,7 +29,7 @@ class KTOTask(ExampleTask[KTOOptions, UnpairedExample]):
     def micro_batches(self, model: nn.Module, rows: Sequence[UnpairedExample], step: int) -> list[MicroBatch]:
         """Micro-batches with the KL baseline of the whole batch."""
         parts = [range(part.start, part.stop) for part in self._schedule.micro_batches(len(rows))]
-        examples = [row.response for row in rows]
+        examples = [row.completion for row in rows]
         mismatched = self._mismatched_sum(model, examples, mismatched_completions(examples)) if len(rows) > 1 else 0.0
         baseline = self._kl_baseline(mismatched, len(rows))
         return [{**self._padded_batch([rows[index] for index in part]), "kl_baseline": baseline} for part in parts]
@@ -38,12 +38,12 @@ class KTOTask(ExampleTask[KTOOptions, UnpairedExample]):
         """Micro-batches with the KL baseline of all evaluation rows, whatever their batches and their order."""
         rows, batches = self._rows.eval, list(self._schedule.eval_batches(len(self._rows.eval)))
         # The digests of the rows order them: neighbours by content would share their prompt.
-        order = sorted(np.concatenate(batches).tolist(), key=lambda index: _digest(rows[index].response))
+        order = sorted(np.concatenate(batches).tolist(), key=lambda index: _digest(rows[index].completion))
         previous = dict(zip(order, [order[-1], *order], strict=False))
         mismatched = 0.0
         for batch in batches if len(order) > 1 else ():
-            others = [rows[previous[index]].response for index in batch.tolist()]
-            mismatched += self._mismatched_sum(model, [rows[index].response for index in batch], others)
+            others = [rows[previous[index]].completion for index in batch.tolist()]
+            mismatched += self._mismatched_sum(model, [rows[index].completion for index in batch], others)
         baseline = self._kl_baseline(mismatched, len(order))
         for batch in batches:
             for part in self._schedule.micro_batches(len(batch)):
@@ -114,7 +114,7 @@ class KTOTask(ExampleTask[KTOOptions, UnpairedExample]):
     def _padded_batch(self, rows: Sequence[UnpairedExample]) -> MicroBatch:
         """A padded batch; on a rank without rows, one padding row."""
         return {
-            **pad_examples([row.response for row in rows], self._rows.pad_id),
+            **pad_examples([row.completion for row in rows], self._rows.pad_id),
             "is_desirable": torch.tensor([row.is_desirable for row in rows] or [True]),
             "weights": torch.ones(len(rows)) if rows else torch.zeros(1),
         }
