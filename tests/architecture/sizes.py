@@ -38,7 +38,7 @@ ROOM_LINES = {
     "inference/server/": 3752,
     "kits/": 2218,
     "kits/recommender/": 6608,
-    "kits/rlhf/": 8170,
+    "kits/rlhf/": 8167,
     "kits/transformers/": 5345,
     "models/": 4971,
     "report/": 2280,

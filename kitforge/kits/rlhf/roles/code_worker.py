@@ -180,14 +180,15 @@ def _run_tests(peer: Peer, job: dict[str, Any]) -> str:
     return "pass"
 
 
+def _call(name: str, *arguments: Any) -> None:
+    """A function of the C library. Raises OSError where it fails: nothing runs less confined than it is to be."""
+    if getattr(_LIBC, name)(*(each.encode() if isinstance(each, str) else each for each in arguments)):
+        raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
+
+
 def _isolate(folder: str) -> None:
     """Leave the file system for an empty one, with Python and its libraries to read, the network for none, and other
     processes for those to come. Raises OSError where that is not allowed."""
-
-    def call(name: str, *arguments: Any) -> None:
-        if getattr(_LIBC, name)(*(each.encode() if isinstance(each, str) else each for each in arguments)):
-            raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
-
     process, (wait, go) = os.getpid(), os.pipe()
     if os.getuid() == 0:
         os.setgroups([])
@@ -200,18 +201,18 @@ def _isolate(folder: str) -> None:
                 users = f"1 {own} 1" if own else f"0 0 1\n1 {20000 + process % 40000} 1"
                 file.write("deny" if own < 0 else users)
         os._exit(0)
-    call("unshare", _NAMESPACES)
+    _call("unshare", _NAMESPACES)
     os.write(go, b".")
     if os.waitpid(helper, 0)[1]:
         raise PermissionError(errno.EPERM, "no user can be mapped into a user namespace")
-    call("mount", "none", "/", None, _RECURSIVE | _PRIVATE, None)
-    call("mount", "none", folder, "tmpfs", _NOSUID_NODEV, f"size={_MAX_FILE_BYTES},mode=1777")
+    _call("mount", "none", "/", None, _RECURSIVE | _PRIVATE, None)
+    _call("mount", "none", folder, "tmpfs", _NOSUID_NODEV, f"size={_MAX_FILE_BYTES},mode=1777")
     libraries = {"/usr", "/lib", "/lib64", "/nix/store", "/gnu/store", sys.base_prefix, sys.base_exec_prefix}
     for path in filter(os.path.isdir, sorted(libraries)):
         os.makedirs(folder + path, exist_ok=True)
-        call("mount", path, folder + path, None, _BIND | _RECURSIVE, None)
+        _call("mount", path, folder + path, None, _BIND | _RECURSIVE, None)
         attributes = (ctypes.c_uint64 * 4)(_READ_ONLY)
-        call("syscall", _MOUNT_SETATTR, -1, folder + path, 0x8000, ctypes.byref(attributes), ctypes.sizeof(attributes))
+        _call("syscall", _MOUNT_SETATTR, -1, folder + path, 0x8000, ctypes.byref(attributes), ctypes.sizeof(attributes))
     os.chroot(folder)
 
 
@@ -222,8 +223,8 @@ def _confine(limits: dict[str, Any]) -> None:
         os.setuid(1)
     bounds = {"CPU": limits["cpu_seconds"], "FSIZE": _MAX_FILE_BYTES, "CORE": 0}
     if sys.platform == "linux":
-        _LIBC.capset(ctypes.byref((ctypes.c_uint32 * 2)(0x20080522)), ctypes.byref((ctypes.c_uint32 * 6)()))
-        _LIBC.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+        _call("capset", ctypes.byref((ctypes.c_uint32 * 2)(0x20080522)), ctypes.byref((ctypes.c_uint32 * 6)()))
+        _call("prctl", _NO_NEW_PRIVILEGES, 1, 0, 0, 0)
         bounds["AS"] = limits["memory_bytes"]
     if limits["is_isolated"]:
         # Without a namespace every process of the user would count.
@@ -235,7 +236,7 @@ def _confine(limits: dict[str, Any]) -> None:
 
 def _end_with_parent() -> None:
     if sys.platform == "linux":
-        _LIBC.prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+        _call("prctl", _PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
 
 
 def _start(limits: dict[str, Any], end: socket.socket, other: socket.socket, run: Callable[[Peer], None]) -> int:
@@ -278,7 +279,7 @@ def run_job() -> None:
     limits = json.loads(lines.readline())
     if not limits["is_isolated"] and sys.platform == "linux":
         # Processes of the same user may look into others, but not into these.
-        _LIBC.prctl(_DUMPABLE, 0, 0, 0, 0)
+        _call("prctl", _DUMPABLE, 0, 0, 0, 0)
     # The program's process is begun before the tests are read.
     _start(limits, theirs, ours, _be_program)
     job, verdict = json.loads(lines.read()), os.dup(1)

@@ -13,7 +13,7 @@ import pytest
 
 from kitforge.foundation.errors import ConfigError, DataError, TrainingError
 from kitforge.kits.rlhf.config import PythonTestsOptions
-from kitforge.kits.rlhf.roles import code_reward
+from kitforge.kits.rlhf.roles import code_reward, code_worker
 from kitforge.kits.rlhf.roles.code_reward import OUTCOMES, PythonTests, code_of, job_of, python_tests
 from tests.kits.rlhf import runs
 
@@ -154,6 +154,12 @@ SEARCHES = {
 def test_a_program_cannot_read_its_tests(name: str, runner: PythonTests) -> None:
     program = f"import gc, os, re, sys\nTESTS = re.compile(r'f\\(-[5]\\) == 2')\n{SEARCHES[name]}"
     assert outcome(runner, program) in ("fail", "blocked")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="confinement is that of Linux")
+def test_a_right_that_cannot_be_given_up_ends_the_program_before_it_runs() -> None:
+    with pytest.raises(OSError, match="prctl: Invalid argument"):
+        code_worker._call("prctl", -1, 0, 0, 0, 0)
 
 
 @pytest.mark.slow
