@@ -34,6 +34,7 @@ ROOMS: dict[str, list[str]] = {
     "models": ["tests/models", "tests/kits/recommender"],
     "report": ["tests/report"],
     "trainer": ["tests/trainer", "tests/distributed/test_training.py", "tests/distributed/test_command.py"],
+    "verify": ["tests/verify"],
     "cli": ["tests/test_cli.py", "tests/test_chat.py", "tests/test_api.py", "tests/test_composition.py"],
 }
 
