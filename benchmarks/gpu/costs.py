@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+import kitforge.core.kernels.dispatch  # noqa: F401 (defines the operators)
 from kitforge.core.kernels.attention.packed_mask import dense_mask
 from kitforge.core.kernels.attention.reference import Mask
 from kitforge.core.kernels.cpu_engine.custom_ops import is_traced
